@@ -102,25 +102,21 @@ def test_each_sequence_is_what_it_is_alone(family, strategy):
         assert len(modes) > 1, "the sequences were never in different modes"
 
 
-def test_a_measured_window_of_each_sequence(family):
-    """Windows follow each sequence's own measure of time; the tokens do not depend on them."""
+@pytest.mark.parametrize("captured", [False, True])
+def test_each_sequence_has_a_window_and_steps_of_its_own(family, captured, monkeypatch):
+    """Windows follow each sequence's own measure of time. As on a GPU each has buffers of its own, and so has its draft."""
     name, model, other, prompts, options = family
     plain = model.generate(**batch(name, prompts), **options)
-    with mmaccel.accelerate(model, draft=Parallel(**ALWAYS, model=other, process=False)) as fast:
-        assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
-        assert all(one["rounds"] for one in fast.report().draft["sequences"])
-
-
-def test_each_sequence_is_what_it_is_alone_in_static_steps(family, monkeypatch):
-    """As on a GPU: each sequence has buffers of its own, and so has its draft."""
-    name, model, other, prompts, options = family
-    plain = model.generate(**batch(name, prompts), **options)
-    monkeypatch.setattr(step, "DEVICES", ("cpu",))
     steps = heard(monkeypatch, decode.SequenceDecodeSteps, "build_steps", lambda one, *_: one)
-    with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)) as fast:
+    if captured:
+        monkeypatch.setattr(step, "DEVICES", ("cpu",))
+        draft = Sequential(**ALWAYS, model=other, window=3)
+    else:
+        draft = Parallel(**ALWAYS, model=other, process=False)
+    with mmaccel.accelerate(model, draft=draft) as fast:
         assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
-        assert all(one["accepted"] > 0 for one in fast.report().draft["sequences"])
-    assert len(set(steps)) == 2 * len(prompts)
+        assert all(one["rounds"] and one["accepted"] > 0 for one in fast.report().draft["sequences"])
+    assert len(set(steps)) == 2 * len(prompts) * captured
 
 
 @pytest.mark.parametrize("how", ["max_length", "one token", "returned"])

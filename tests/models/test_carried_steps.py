@@ -212,22 +212,14 @@ def test_questions_in_turns_on_two_sessions(kv: str, replays: None, monkeypatch:
     assert said() == by_modules
 
 
-def test_steps_go_on_outside_inference_mode() -> None:
-    """Seats outlive the call that made them."""
-    plain, steps = pair("qwen3_5")
-    ids = torch.tensor([[5, 6]])
-    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
-        with mode():
-            assert torch.allclose(plain.step(ids), steps.step(ids), atol=2e-5)
-
-
 @pytest.mark.parametrize("replays", REPLAYS, indirect=True)
 @torch.no_grad()
 def test_steps_compute_with_weights_as_they_are_now(replays: None) -> None:
-    """They may change in place; a norm's gain may be one more than its weight."""
+    """They may change in place; a norm's gain may be one more than its weight. Seats outlive the call that made them."""
     (plain, steps), ids = pair("qwen3_5"), torch.tensor([[5]])
-    for _ in range(4):
-        assert torch.allclose(plain.step(ids), steps.step(ids), atol=2e-5)
+    for mode in (torch.inference_mode, torch.no_grad) * 2:
+        with mode():
+            assert torch.allclose(plain.step(ids), steps.step(ids), atol=2e-5)
     norms = [one for one in model_of("qwen3_5").modules() if type(one).__name__ == "Qwen3_5RMSNorm"]
     before = {one.weight: one.weight.clone() for one in norms}
     torch._foreach_mul_([*before], 1.5)
@@ -238,36 +230,27 @@ def test_steps_compute_with_weights_as_they_are_now(replays: None) -> None:
         torch._foreach_copy_([*before], [*before.values()])
 
 
+@pytest.mark.parametrize("fails", ["the step", "the shared step", "states on their way to their slots"])
 @torch.no_grad()
-def test_states_that_could_not_enter_their_slots_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    (plain, steps), ids = pair("qwen3_5"), torch.tensor([[5, 6]])
-    with monkeypatch.context() as patch:
-        patch.setattr(recurrent, "copy_all", Mock(side_effect=torch.OutOfMemoryError("once")))
-        with pytest.raises(torch.OutOfMemoryError):
-            steps.step(ids)
-    steps.truncate(plain.length())
-    assert torch.allclose(plain.step(ids), steps.step(ids), atol=2e-5)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@torch.no_grad()
-def test_a_step_that_fails_leaves_running_states_as_they_were(shared: bool, monkeypatch) -> None:
-    """Those who share it are stepped again, each alone."""
+def test_a_step_that_fails_leaves_running_states_as_they_were(fails: str, monkeypatch) -> None:
+    """Those who share it are stepped again, each alone. Slots are entered in the first step."""
     (plain, one), (_, other) = pair("qwen3_5"), pair("qwen3_5")
-    together, ids = BatchedDecodeSteps(one), torch.tensor([[5, 6]])
+    together, ids, shared = BatchedDecodeSteps(one), torch.tensor([[5, 6]]), fails == "the shared step"
 
     def go() -> torch.Tensor:
         return together([one, other], [ids, ids])[0] if shared else one.step(ids)
 
-    for _ in range(3):
+    places = {"the step": (decode.DeviceDecodeStep, "run"), "the shared step": (BatchedDecodeSteps, "_run")}
+    for _ in range(3 * (fails in places)):
         assert torch.allclose(go(), plain.step(ids), atol=2e-5)
-    owner, name = (BatchedDecodeSteps, "_run") if shared else (decode.DeviceDecodeStep, "run")
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, Mock(side_effect=torch.OutOfMemoryError("once")))
+        patch.setattr(
+            *places.get(fails, (recurrent, "copy_all")), Mock(side_effect=torch.OutOfMemoryError("once"))
+        )
         with pytest.raises(torch.OutOfMemoryError):
             go()
-    one.truncate(length := one.length())
-    assert length == plain.length()
+    one.truncate(length := plain.length())
+    assert length == one.length()
     assert torch.allclose(go(), plain.step(ids), atol=2e-5)
 
 

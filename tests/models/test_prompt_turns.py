@@ -335,42 +335,33 @@ def test_a_call_that_returns_no_cache_keeps_none(monkeypatch: pytest.MonkeyPatch
         assert len(closed) == 5
 
 
-def test_a_call_that_fails_leaves_the_memory_as_it_was() -> None:
+def test_calls_that_fail_or_come_at_once_leave_the_memory_as_it_was() -> None:
+    """Of two at once the second is refused."""
     name = "random-ov"
     with mmaccel.accelerate(pair(name)[0], kv=TIGHT["mosaic"]) as fast:
-        first = turn(name, [], 0)
-        out = fast.generate(**first, **HOW)
-        cache, later = out.past_key_values, turn(name, ["red star"], 1)
-        want = fast.generate(**later, **HOW, past_key_values=cache).sequences
+        cache, later = fast.generate(**turn(name, [], 0), **HOW).past_key_values, turn(name, ["red star"], 1)
+
+        def again(**more: Any) -> Tensor:
+            return fast.generate(**later, **HOW, past_key_values=cache, **more).sequences
+
+        want = again()
 
         def breaks(ids: Tensor, scores: Tensor) -> Tensor:
             if ids.shape[1] > later["input_ids"].shape[1] + 2:
                 raise ZeroDivisionError
             return scores
 
-        with pytest.raises(ZeroDivisionError):
-            fast.generate(
-                **later, **HOW, past_key_values=cache, logits_processor=LogitsProcessorList([breaks])
-            )
-        with pytest.warns(MmaccelWarning, match="ran out before the prompt was read"):
-            fast.generate(**later, **HOW, past_key_values=cache, max_time=1e-9)
-        assert torch.equal(fast.generate(**later, **HOW, past_key_values=cache).sequences, want)
-
-
-def test_two_calls_at_once_on_one_memory_are_refused() -> None:
-    name = "random-ov"
-    with mmaccel.accelerate(pair(name)[0], kv=TIGHT["mosaic"]) as fast:
-        cache, later = fast.generate(**turn(name, [], 0), **HOW).past_key_values, turn(name, ["red star"], 1)
-        want = fast.generate(**later, **HOW, past_key_values=cache).sequences
-
         def within(ids: Tensor, scores: Tensor) -> Tensor:
-            for call in (lambda: fast.generate(**later, **HOW, past_key_values=cache), cache.close):
+            for call in (again, cache.close):
                 assert refusal(call, ModelError).startswith("past_key_values: another call is at work")
             return scores
 
-        within_it = LogitsProcessorList([within])
-        got = fast.generate(**later, **HOW, past_key_values=cache, logits_processor=within_it).sequences
-        assert torch.equal(got, want)
+        with pytest.raises(ZeroDivisionError):
+            again(logits_processor=LogitsProcessorList([breaks]))
+        with pytest.warns(MmaccelWarning, match="ran out before the prompt was read"):
+            again(max_time=1e-9)
+        assert torch.equal(again(logits_processor=LogitsProcessorList([within])), want)
+        assert torch.equal(again(), want)
 
 
 def test_a_later_turn_ends_where_the_positions_do(monkeypatch: pytest.MonkeyPatch) -> None:

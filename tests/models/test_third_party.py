@@ -24,7 +24,7 @@ from mmaccel.policies.draft.prompt_lookup import _Finder
 from mmaccel.policies.kv.full import Full
 from mmaccel.policies.kv.window import Window
 from mmaccel.policies.sparse.dense import Dense
-from tests.models.streams import FPS, QUESTION, asked_of_film, film, pair, processor_like
+from tests.models.streams import pair, processor_like
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 
@@ -171,40 +171,6 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Processor]:
         layer.__class__ = TheirLayer
         layer.input_layernorm.__class__ = layer.post_attention_layernorm.__class__ = TheirNorm
     return model, processor_like(processor, "theirs_onevision", config=config.to_dict())
-
-
-RECIPES: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "a_shape": {"sparse": {"name": "a_shape", "block": 16, "sink": 16, "window": 32}},
-    "fastv": {"prune": {"name": "fastv", "layer": 1}},
-    "visionzip": {"prune": "visionzip"},
-    "prompt_lookup": {"draft": "prompt_lookup"},
-}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-@torch.no_grad()
-def test_it_gives_what_the_family_it_copies_gives(theirs: tuple[Any, Processor], name: str) -> None:
-    found = []
-    for model, processor in (theirs, pair("random-ov")):
-        inputs = processor.chat(asked_of_film(12), fps=FPS)
-        with mmaccel.accelerate(model, **RECIPES[name]) as fast:
-            ids = model.generate(**inputs, max_new_tokens=5, do_sample=False)
-            # Two rows: the prompt's end, and what a pattern or pruner has made of it.
-            found.append((ids, model(**inputs).logits[:, -2:]))
-            kept = fast.report().kept
-        assert name != "a_shape" or kept < 1
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-
-
-@pytest.mark.parametrize("kv", ["recent", "rekv", "mosaic"])
-def test_its_streams_answer_the_same(theirs: tuple[Any, Processor], kv: str) -> None:
-    said = []
-    for model, processor in (theirs, pair("random-ov")):
-        with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
-            session.watch(film(10), fps=FPS)
-            said.append(session.ask(QUESTION, 5).text)
-    assert said[0] == said[1]
 
 
 def test_its_facts_are_those_of_its_class(theirs: tuple[Any, Processor], tmp_path: Any) -> None:

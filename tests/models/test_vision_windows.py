@@ -14,7 +14,7 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.models import qwen2_5_vl
 from mmaccel.models.modules import tower_batched
-from mmaccel.models.qwen2_5_vl import WINDOW_ATTENTION, batches_of
+from mmaccel.models.qwen2_5_vl import WINDOW_ATTENTION
 from tests.models.streams import film, pair
 from tests.models.test_vision_parts import mixed_qwen
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, qwen
@@ -130,24 +130,14 @@ def test_lengths_that_were_written_to_are_read_again(mode: Any) -> None:
 
         first = found(kept)
         assert torch.equal(found(kept), first)
+        # As a caller may bring them, who did not drop what fills a grid of windows up.
+        assert torch.equal(found(torch.tensor([0, 0, 4, 8, 8, 12, 12])), first)
         kept.copy_(torch.tensor([0, 2, 10, 12]))
         again = found(kept)
         assert torch.equal(again, found(torch.tensor([0, 2, 10, 12]))) and not torch.equal(again, first)
         copied = copy.deepcopy(kept).fill_(0)
         copied[1:] = torch.tensor([4, 8, 12])
         assert torch.equal(found(copied), first)
-
-
-def test_batches_are_by_length_and_rows_come_back() -> None:
-    shapes, order, back = batches_of([0, 4, 6, 10, 12, 13], torch.device("cpu"))
-    assert shapes == ((2, 4), (2, 2), (1, 1))
-    assert order is not None and back is not None
-    assert order.tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 4, 5, 10, 11, 12]
-    assert torch.equal(order[back], torch.arange(13))
-    in_row = batches_of([0, 4, 8, 10], torch.device("cpu"))
-    assert in_row == (((2, 4), (1, 2)), None, None)
-    # As a caller may bring them, who did not drop what fills a grid of windows up.
-    assert batches_of([0, 0, 4, 8, 8, 10, 10], torch.device("cpu")) == in_row
 
 
 @torch.no_grad()

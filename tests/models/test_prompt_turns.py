@@ -137,32 +137,6 @@ def test_a_later_turn_is_one_whole_prompt_and_reads_no_video(kv: str, name: str,
         assert towers if kv == "no_cache" else not towers
 
 
-def test_a_turn_goes_on_from_the_tokens_that_came_out() -> None:
-    """All ids of the turn before, the answer among them, and new words; nothing else of the prompt is given."""
-    name = "random-qwen"
-    with mmaccel.accelerate(pair(name)[0], kv=TIGHT["mosaic"]) as fast:
-        first = turn(name, [], 0)
-        out = fast.generate(**first, **HOW)
-        assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1
-        ids = torch.cat([out.sequences, first["input_ids"][:, -9:]], 1)
-        kinds = torch.nn.functional.pad(
-            first["mm_token_type_ids"], (0, ids.shape[1] - first["input_ids"].shape[1])
-        )
-        whole = {
-            **first,
-            "input_ids": ids,
-            "mm_token_type_ids": kinds,
-            "attention_mask": torch.ones_like(ids),
-        }
-        want = fast.generate(**whole, **HOW)
-        got = fast.generate(ids, past_key_values=out.past_key_values, **HOW)
-        assert torch.equal(got.sequences, want.sequences)
-        plain = fast.generate(
-            ids, past_key_values=out.past_key_values, max_new_tokens=TOKENS, do_sample=False
-        )
-        assert torch.equal(plain, want.sequences), "it lasts without a result that returns it, too"
-
-
 def test_another_question_on_the_same_video(monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversation that parts from the one before in its words alone goes on as well, in any order. A draft is told what
     the two have in common."""

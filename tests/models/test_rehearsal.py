@@ -45,22 +45,6 @@ def seconds(
     return {(n, m): rates.predict_plane_seconds(plane, n, m) for n, m in itertools.product(layers, units)}
 
 
-def test_a_plane_goes_on_to_all_layers_and_a_longer_video() -> None:
-    plane = 0.3, 2e-3, 0.0, 0.01, 1e-4, 0.0
-    found = rates.fit_cost_plane(seconds(plane, (4, 12), (96, 320)))
-    assert found == pytest.approx(plane)
-    assert rates.predict_plane_seconds(found, 28, 1800) == pytest.approx(0.3 + 0.28 + 3.6 + 5.04)
-    leaves = -76 * 2e-3, 2e-3, 0.0, 0.0, 0.0, 0.0
-    assert rates.fit_cost_plane(seconds(leaves, (4, 12), (96, 320)), least=76) == pytest.approx(leaves)
-    assert rates.predict_plane_seconds(leaves, 28, 20) == 0.0, "no frame has left the window"
-    same = rates.fit_cost_plane({(4, 96): 1.0, (4, 320): 3.0, (12, 96): 2.0, (12, 320): 4.0}, grows=False)
-    assert (
-        rates.predict_plane_seconds(same, 28, 1800)
-        == rates.predict_plane_seconds(same, 28, 1)
-        == pytest.approx(5.0)
-    )
-
-
 def test_what_begins_costs_no_less_than_nothing() -> None:
     """What grows faster than the video are pairs, and no time won at its begin."""
     pairs = 0.0, 1e-4, 2e-6, 0.0, 1e-5, 5e-7
@@ -77,6 +61,10 @@ def test_what_begins_costs_no_less_than_nothing() -> None:
     assert rates.predict_plane_seconds(rates.fit_cost_plane(steep, least=90), 28, 90) == pytest.approx(
         0.0, abs=1e-9
     )
+    same = rates.fit_cost_plane({(4, 96): 1.0, (4, 320): 3.0, (12, 96): 2.0, (12, 320): 4.0}, grows=False)
+    assert [rates.predict_plane_seconds(same, 28, units) for units in (1, 1800)] == pytest.approx([5.0, 5.0])
+    leaves = rates.fit_cost_plane(seconds((-0.152, 2e-3, *[0.0] * 4), (4, 12), (96, 320)), least=76)
+    assert rates.predict_plane_seconds(leaves, 28, 20) == 0.0, "no frame has left the window"
     odd = rates.fit_cost_plane({(4, 96): 1.5, (4, 320): 1.5, (12, 96): 0.5, (12, 320): 0.5})
     assert rates.predict_plane_seconds(odd, 28, 0) == pytest.approx(1.0), "nor does more of it cost less"
 

@@ -59,19 +59,6 @@ def test_a_long_window_is_verified_densely(family):
         assert fast.report().kept == pytest.approx(kept) and fast.report().draft["proposed"] >= 80
 
 
-def test_the_dense_tail_is_taken_from_the_end_of_the_prompt(family):
-    kind, model = family
-    inputs = prompt(kind, PIECES)
-    with mmaccel.accelerate(model, sparse=small("a_shape"), dense_tail=64) as fast:
-        whole = logits(fast, inputs)
-    length = whole.shape[1]
-    chunk = length - 10  # the last piece holds ten of the sixty-four rows
-    with mmaccel.accelerate(model, sparse=small("a_shape"), dense_tail=64, chunk=chunk) as fast:
-        assert (logits(fast, inputs) - whole).abs().max() <= 1e-4
-        report = fast.report()
-    assert report.kept < 0.95 and set(report.heads()) == {"a_shape+dense"}
-
-
 def test_a_cache_does_not_outlive_its_recipe(family):
     kind, model = family
     inputs = prompt(kind, PROMPTS["video"])

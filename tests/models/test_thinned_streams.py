@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.layout import PositionIds, TokenLayout
+from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, top_indices
@@ -186,27 +186,6 @@ def test_what_gives_frames_unlike_numbers_is_refused() -> None:
         ):
             session.watch(film(4), fps=FPS)
     assert stream_policy(Recipe(kv="rekv", prune=PLAIN)).name == "rekv"
-
-
-def test_positions_anew_are_numbers_in_a_row_on_every_axis() -> None:
-    for axes in (1, 3):
-        head = torch.arange(4).expand(axes, -1)
-        unit = torch.arange(4, 10).expand(axes, -1).clone()
-        made = PositionIds(head, unit, torch.arange, 9, 1, 1000).renumbered_positions(2)
-        flat = (lambda x: x) if axes == 1 else (lambda x: x.expand(3, -1))
-        line = torch.arange(100)
-        assert made.tokens == 2 and made.has_even_rate and made.limit == 1000
-        for got, begin, end in (
-            (made.prompt_head_positions(), 0, 4),
-            (made.by_range(0, 5), 4, 14),
-            (made.by_time(3, 2), 10, 14),
-            (made.by_number(torch.tensor([1, 2]), 5), 6, 10),
-            (made.token_positions(torch.tensor([2, 3, 4]), 3), 6, 9),
-            (made.positions_after(5, 0, 0, 3), 14, 17),
-            (made.positions_after(5, 2, 0, 5), 14, 19),
-        ):
-            assert torch.equal(got, flat(line[begin:end])), (axes, begin)
-        assert made.last_position(5, 0, 3) == (16, 17)
 
 
 def test_every_pruner_of_the_target_has_a_part_in_a_stream_or_is_refused() -> None:

@@ -4,17 +4,17 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
 import torch
 
 import mmaccel
-from mmaccel.core.decoding.batch import Batch, BatchSlot, DraftLengthTuner
+from mmaccel.core.decoding.batch import Batch, DraftLengthTuner
 from mmaccel.core.decoding.draft import DraftStep
-from mmaccel.models.together import BatchedDecodeSteps, copy_sharing_weights
+from mmaccel.models.together import BatchedDecodeSteps
 from tests.models.test_together import CALLS as SOME
+from tests.models.test_together import answers as answers_of
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
 from tests.spies import beside, crossed, finish, heard
@@ -58,34 +58,13 @@ class Windows(DraftLengthTuner):
         return next(self.draws)
 
 
-def answers(
-    model: Any, recipes: list[Any], batch: Batch | None, tokens: Callable[[int], int] = lambda n: 14 + 2 * n
-) -> tuple[list[torch.Tensor], list[Any]]:
-    """What each of `CALLS` generates with a draft of its own, in threads of their own; None: one at a time."""
-    ready = threading.Barrier(len(CALLS))
-
-    def call(number: int) -> tuple[torch.Tensor, Any]:
-        kind, how = CALLS[number]
-        try:
-            with mmaccel.accelerate(
-                copy_sharing_weights(model), draft=recipes[number % len(recipes)]
-            ) as fast:
-                if batch is not None:
-                    generator = torch.Generator().manual_seed(number)
-                    fast.seat = BatchSlot(batch, generator, lambda: ready.wait(60) and None)
-                torch.manual_seed(number)
-                found = fast.generate(
-                    **prompt(KIND, PROMPTS[kind], number), max_new_tokens=tokens(number), **how
-                )
-                assert batch is None or not fast.seat.alone
-                return found, fast.report()
-        except BaseException:
-            ready.abort()
-            raise
-
-    with ThreadPoolExecutor(1 if batch is None else len(CALLS)) as pool:
-        said, reports = zip(*pool.map(call, range(len(CALLS))), strict=True)
-    return list(said), list(reports)
+def answers(model: Any, recipes: list[Any], batch: Batch | None) -> tuple[list[torch.Tensor], list[Any]]:
+    """What each of `CALLS` generates with a draft of its own, all at once, and its report; None: one at a time."""
+    at_once = batch is not None
+    said, reports = answers_of(
+        model, KIND, batch, CALLS, at_once, recipes, lambda n: 14 + 2 * n, abreast=True
+    )
+    return said, reports
 
 
 @pytest.fixture
@@ -116,10 +95,10 @@ def test_each_says_what_it_says_alone(
     alone, _ = answers(model, [recipe], None)
     batch = Batch((sizes := list[int]()).append)
     batch.load = Windows(15, 0, 2, *[0] * 9, 1, 4, 15)  # so that drafts rest and catch up
-    together, reports = answers(model, [recipe], batch)
+    found, reports = answers(model, [recipe], batch)
     for number, (kind, how) in enumerate(CALLS):
-        assert torch.equal(together[number], alone[number]), (kind, how)
-        assert how["do_sample"] or torch.equal(plain[number], together[number])
+        assert torch.equal(found[number], alone[number]), (kind, how)
+        assert how["do_sample"] or torch.equal(plain[number], found[number])
     assert max(sizes) == len(CALLS) and len(batch) == 0
     assert any(len(set(one)) > 1 for one in rows), "targets judge ragged rows in one step"
     if name != "prompt_lookup":  # random words repeat nothing
@@ -157,11 +136,11 @@ def test_a_draft_that_fails_in_a_shared_step_ends_alone(models: tuple[Any, Any],
     batch = Batch()
     batch.load = Windows(4)
     with pytest.warns(mmaccel.MmaccelWarning, match="the draft failed"):
-        together, reports = answers(model, [recipe], batch)
+        found, reports = answers(model, [recipe], batch)
     dropped = ["failed" in str(one.draft) and bool(one.draft.get("failed")) for one in reports]
     assert failed and sum(dropped) == 1
     # One that is sampled has the same distribution without a draft, by other random numbers.
-    same = [torch.equal(a, b) for a, b in zip(together, alone, strict=True)]
+    same = [torch.equal(a, b) for a, b in zip(found, alone, strict=True)]
     assert all(
         one or (gone and CALLS[n][1]["do_sample"])
         for n, (one, gone) in enumerate(zip(same, dropped, strict=True))

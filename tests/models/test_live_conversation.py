@@ -182,8 +182,6 @@ def test_drafts_say_the_same(library: Any, draft: str, sample: bool) -> None:
 
 def test_the_processor_goes_by_the_ids_alone(library: Any) -> None:
     """Asked about prefixes in any order, also behind what is refused, it says of each what a fresh one says."""
-    from mmaccel.models.token_choice import build_schema_logits_processor
-
     model, processor = pair("tiny-ov")
     said = json.dumps({"colour": "red", "seen": True, "times": [1, 2]})
     ids = [

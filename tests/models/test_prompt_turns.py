@@ -172,13 +172,11 @@ PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-@crossed(together=2, family=BUILD, part=PARTS)
-def test_turns_of_other_recipes_are_one_whole_prompt(family: str, part: str) -> None:
-    """Pruners, and a draft that reads what the question attends to."""
-    model, rekv = BUILD[family](), {"name": "rekv", "frames": 2, "window": 2, "local": 1}
-    first = prompt(family, [("text", 6), ("video", 14), ("text", 9)])
-    how = {**HOW, "output_logits": True}
-    with mmaccel.accelerate(model, kv=rekv, **PARTS[part](model)) as fast:
+def check_later_turn(model: Any, family: str, frames: int, **recipe: Any) -> mmaccel.Report:
+    """Assert that a later turn, which has the memory of the turn before, is the whole prompt; the report of that turn."""
+    first, how = prompt(family, [("text", 6), ("video", frames), ("text", 9)]), {**HOW, "output_logits": True}
+    kv = {"name": "rekv", "frames": 2, "window": 2, "local": 1}
+    with mmaccel.accelerate(model, kv=kv, **recipe) as fast:
         out = fast.generate(**first, **how)
         later, whole = said(family, first, out.sequences, prompt(family, [("text", 8)], seed=1))
         want = fast.generate(**whole, **how)
@@ -186,6 +184,14 @@ def test_turns_of_other_recipes_are_one_whole_prompt(family: str, part: str) -> 
         told = fast.report()
     assert torch.equal(got.sequences, want.sequences)
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=0.0, atol=1e-5)
+    return told
+
+
+@crossed(together=2, family=BUILD, part=PARTS)
+def test_turns_of_other_recipes_are_one_whole_prompt(family: str, part: str) -> None:
+    """Pruners, and a draft that reads what the question attends to."""
+    model = BUILD[family]()
+    told = check_later_turn(model, family, 14, **PARTS[part](model))
     assert told.draft["failed"] is None and (told.draft["rounds"] > 0 or part != "pruned draft")
 
 

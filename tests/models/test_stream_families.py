@@ -18,8 +18,8 @@ from mmaccel.core.prefill.recalled import RetrievedTokenPruning
 from mmaccel.models import deepstack, step
 from mmaccel.models.qwen3_vl import Qwen3VL
 from tests.models.streams import every_stream, logits
+from tests.models.test_prompt_turns import check_later_turn
 from tests.models.test_pruned_steps import Echo
-from tests.models.test_second_turns import said
 from tests.models.tiny_random import prompt, sampler
 from tests.spies import crossed, returned
 
@@ -180,17 +180,7 @@ def stock(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_later_turn_of_generate_is_the_whole_prompt(kind: str) -> None:
-    """It reads no pixels, and has the memory of the turn before."""
-    first = prompt(kind, [("text", 6), ("video", 12), ("text", 9)])
-    how = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    kv = {"name": "rekv", "frames": 2, "window": 2, "local": 1}
-    with mmaccel.accelerate(pair(kind)[0], kv=kv) as fast:
-        out = fast.generate(**first, **how)
-        later, whole = said(kind, first, out.sequences, prompt(kind, [("text", 8)], seed=1))
-        want = fast.generate(**whole, **how)
-        got = fast.generate(**later, **how, past_key_values=out.past_key_values)
-    assert torch.equal(got.sequences, want.sequences)
-    assert torch.allclose(torch.stack(got.logits), torch.stack(want.logits), atol=CLOSE)
+    check_later_turn(pair(kind)[0], kind, 12)
 
 
 @pytest.mark.parametrize("kind", STOCK)

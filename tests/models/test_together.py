@@ -104,36 +104,42 @@ CALLS = [
 ]
 
 
-def answers(model, name, batch, calls, at_once=True):
-    """What each of `calls` generates, in threads of their own that begin one after the other, or one at a time."""
-    begun = threading.Semaphore(1)
+def answers(
+    model, name, batch, calls, at_once=True, drafts=("off",), tokens=lambda n: 9 + 3 * n, abreast=False
+):
+    """What each of `calls` generates, with a draft of its own, and its report: in threads that begin one after the other, or
+    all `abreast`, or one at a time. Without a batch by torch's own random numbers."""
+    begun, ready = threading.Semaphore(1), threading.Barrier(len(calls))
 
     def call(number):
         kind, how = calls[number]
         try:
-            with mmaccel.accelerate(copy_sharing_weights(model)) as fast:
-                fast.seat = BatchSlot(batch, torch.Generator().manual_seed(number), begun.release)
-                begun.acquire()
-                out = fast.generate(
-                    **prompt(name, PROMPTS[kind], number), max_new_tokens=9 + 3 * number, **how
-                )
-                assert not fast.seat.alone and fast.report().new_tokens == 9 + 3 * number
-                return out
+            with mmaccel.accelerate(copy_sharing_weights(model), draft=drafts[number % len(drafts)]) as fast:
+                if batch is not None:
+                    joined = (lambda: ready.wait(60)) if abreast else begun.release
+                    fast.seat = BatchSlot(batch, torch.Generator().manual_seed(number), joined)
+                    begun.acquire(not abreast)
+                torch.manual_seed(number)
+                inputs = prompt(name, PROMPTS[kind], number)
+                out, told = fast.generate(**inputs, max_new_tokens=tokens(number), **how), fast.report()
+                assert (batch is None or not fast.seat.alone) and told.new_tokens == tokens(number)
+                return out, told
         except BaseException:
             begun.release()
+            ready.abort()
             raise
 
     with ThreadPoolExecutor(len(calls) if at_once else 1) as pool:
-        return list(pool.map(call, range(len(calls))))
+        return [list(some) for some in zip(*pool.map(call, range(len(calls))), strict=True)]
 
 
 def test_calls_decoded_together_give_what_each_gives_alone(family):
     """Greedy ones are the plain model's, token for token; sampled ones draw their own random numbers."""
     name, model = family
     sizes = []
-    together = answers(model, name, batch := Batch(sizes.append), CALLS)
+    together, _ = answers(model, name, batch := Batch(sizes.append), CALLS)
     assert max(sizes) > 1 and len(batch) == 0
-    alone = answers(model, name, Batch(), CALLS, at_once=False)
+    alone, _ = answers(model, name, Batch(), CALLS, at_once=False)
     for number, (kind, how) in enumerate(CALLS):
         assert torch.equal(together[number], alone[number]), (kind, how)
         more = {"max_new_tokens": 9 + 3 * number, **how}
@@ -147,7 +153,7 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
     monkeypatch.setattr("mmaccel.core.memory.buffers.ROOM_MIN", 3)
     name, model = family
     calls = CALLS[:3]
-    want = answers(model, name, Batch(), calls, at_once=False)
+    want, _ = answers(model, name, Batch(), calls, at_once=False)
 
     class Full(Exception):
         pass
@@ -187,7 +193,7 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         pool.submit(fails, "image", 9, stopping_criteria=[bad])
         pool.submit(fails, "text", 3)
-        found = answers(model, name, batch, calls)
+        found, _ = answers(model, name, batch, calls)
     assert sorted(one.__name__ for one in failed) == ["Full", "OutOfMemoryError"]
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)) and len(batch) == 0
 

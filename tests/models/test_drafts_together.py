@@ -62,7 +62,7 @@ def answers(model: Any, recipes: list[Any], batch: Batch | None) -> tuple[list[t
     """What each of `CALLS` generates with a draft of its own, all at once, and its report; None: one at a time."""
     at_once = batch is not None
     said, reports = answers_of(
-        model, KIND, batch, CALLS, at_once, recipes, lambda n: 14 + 2 * n, abreast=True
+        model, KIND, batch, CALLS, at_once, recipes, lambda n: 20 + 4 * n, abreast=True
     )
     return said, reports
 
@@ -81,7 +81,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def plain(models: tuple[Any, Any]) -> list[torch.Tensor]:
     """What the plain model says to each of `CALLS`."""
-    given = [(prompt(KIND, PROMPTS[kind], n), 14 + 2 * n, how) for n, (kind, how) in enumerate(CALLS)]
+    given = [(prompt(KIND, PROMPTS[kind], n), 20 + 4 * n, how) for n, (kind, how) in enumerate(CALLS)]
     return [models[0].generate(**inputs, max_new_tokens=most, **how) for inputs, most, how in given]
 
 

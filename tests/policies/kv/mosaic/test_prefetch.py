@@ -242,13 +242,37 @@ def test_of_another_stream_nothing_is_known() -> None:
 
 
 class Replayed(Repeated):
-    """Counts those that are made."""
+    """Counts those that are made. Each must be replayed while all that `state` reads lies where it lay at the capture."""
 
-    made = 0
+    made: int = 0
+    state: Any = None
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        Replayed.made += 1
+        Replayed.made, self.where = Replayed.made + 1, self._lies()
+
+    def __call__(self) -> Any:
+        assert self._lies() == self.where
+        return super().__call__()
+
+    def _lies(self) -> Any:
+        positions = self.state.stream.positions
+        table = positions.position_table_address(self.state._count)
+        return self.state.index.addresses(), self.state.prefetcher.addresses(), table
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driven], None]:
+    """A function that makes a memory replay, by `Replayed`, whose captures are counted from 0."""
+    monkeypatch.setattr(replay, "_Replay", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    Replayed.made = 0
+
+    def start(driven: Driven) -> None:
+        monkeypatch.setattr(Replayed, "state", driven.state)
+        driven.state._keeps = driven.state.replays.works = True
+
+    return start
 
 
 @pytest.mark.parametrize(
@@ -257,15 +281,12 @@ class Replayed(Repeated):
     ids=str,
 )
 def test_a_replayed_question_sees_what_one_launched_by_one_sees(
-    positions: str, reps: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    positions: str, reps: dict[str, Any], replays: Callable[[Driven], None]
 ) -> None:
     """Between questions the stream grows, clusters are split, and what the index holds is moved now and then."""
-    monkeypatch.setattr(replay, "_Replay", Replayed)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    Replayed.made = 0
     fields: dict[str, Any] = {"positions": positions, "cache": 6, **reps}
     both = [Driven(**fields), Driven(**fields)]
-    both[1].state._keeps = both[1].state.replays.works = True
+    replays(both[1])
     for step in range(16):
         for driven in both:
             driven.watch(3 if step else 14)
@@ -287,13 +308,10 @@ def test_a_replayed_question_sees_what_one_launched_by_one_sees(
 @pytest.mark.parametrize("fields", [{}, {"index": "frames"}])
 @pytest.mark.parametrize("limit", [10**6, 150])
 def test_a_replayed_pass_sees_what_one_launched_by_one_sees(
-    limit: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    limit: int, fields: dict[str, Any], replays: Callable[[Driven], None]
 ) -> None:
-    monkeypatch.setattr(replay, "_Replay", Replayed)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    Replayed.made = 0
     both = [Driven(encode_frames=3, limit=limit, **fields) for _ in range(2)]
-    both[1].state._keeps = both[1].state.replays.works = True
+    replays(both[1])
     for step in range(24):
         one, other = (driven.watch(3 if step else 14, 2) for driven in both)
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
@@ -304,13 +322,11 @@ def test_a_replayed_pass_sees_what_one_launched_by_one_sees(
     assert LAYERS <= Replayed.made <= 20 * LAYERS
 
 
-def test_kinds_of_questions_asked_in_turns_keep_their_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_questions_asked_in_turns_keep_their_captures(replays: Callable[[Driven], None]) -> None:
     """Of one stream, of other budgets, and with other local units."""
-    monkeypatch.setattr(replay, "_Replay", Replayed)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     driven = Driven(buffer=0)
     state = driven.state
-    state._keeps = state.replays.works = True
+    replays(driven)
     driven.watch(60)
     kinds: list[dict[str, Any]] = [{}, {"frames": 6}, {"local": 1}]
     policies, made = [replace(driven.policy, **kind) for kind in kinds], []

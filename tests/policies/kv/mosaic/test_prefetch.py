@@ -242,14 +242,23 @@ def test_of_another_stream_nothing_is_known() -> None:
 
 
 class Replayed(Repeated):
-    """Counts those that are made. Each must be replayed while all that `state` reads lies where it lay at the capture."""
+    """Counts those that are made."""
 
     made: int = 0
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        Replayed.made += 1
+
+
+class ReplayedInPlace(Replayed):
+    """Must be replayed while all that `state` reads lies where it lay at the capture."""
+
     state: Any = None
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        Replayed.made, self.where = Replayed.made + 1, self._lies()
+        self.where = self._lies()
 
     def __call__(self) -> Any:
         assert self._lies() == self.where
@@ -263,13 +272,13 @@ class Replayed(Repeated):
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driven], None]:
-    """A function that makes a memory replay, by `Replayed`, whose captures are counted from 0."""
-    monkeypatch.setattr(replay, "_Replay", Replayed)
+    """A function that makes a memory replay, by `ReplayedInPlace`, whose captures are counted from 0."""
+    monkeypatch.setattr(replay, "_Replay", ReplayedInPlace)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     Replayed.made = 0
 
     def start(driven: Driven) -> None:
-        monkeypatch.setattr(Replayed, "state", driven.state)
+        monkeypatch.setattr(ReplayedInPlace, "state", driven.state)
         driven.state._keeps = driven.state.replays.works = True
 
     return start

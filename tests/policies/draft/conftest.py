@@ -9,14 +9,20 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.worker import READY, Worker
 from tests.models.streams import pair
-from tests.policies.draft.toy_service import started
+from tests.policies.draft.toy_service import forking, started
 
 NAME = "tiny-ov"
 
 
 @pytest.fixture(scope="module")
+def forked() -> Iterator[None]:
+    with forking():
+        yield
+
+
+@pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    with closing(started(30.0)) as made:
+    with forking(), closing(started(30.0)) as made:
         made.wait(READY, 60)
         yield made
 

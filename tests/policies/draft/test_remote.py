@@ -44,9 +44,11 @@ class Toy(Parallel):
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[ModelView]:
-    """The toy target; processes are started once a choice, and gone afterwards."""
+def target(request: pytest.FixtureRequest) -> Iterator[ModelView]:
+    """The toy target; processes are started once a choice, and gone afterwards. One starts as users' do, others fork."""
     seen = toy_view(TARGET, VOCAB)
+    Toy(model="1")._worker(seen)
+    request.getfixturevalue("forked")
     yield seen
     held = [worker.process for worker in seen._held.values()]
     seen.release()

@@ -329,7 +329,7 @@ def drafted(session: mmaccel.VideoSession) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_session_drafts_in_the_process(resumed: bool, tmp_path: Path) -> None:
+def test_a_session_drafts_in_the_process(resumed: bool, forked: None, tmp_path: Path) -> None:
     with open_session(NAME, TIGHT["mosaic"]) as quiet:
         quiet.watch(film(20), fps=FPS)
         want = quiet.ask("Describe the video.", 60)
@@ -360,7 +360,7 @@ def test_what_the_process_cannot_do_ends_the_stream(target: ModelView, tmp_path:
         stream.load(tmp_path / "draft")
 
 
-def test_a_processor_that_cannot_travel_costs_the_draft() -> None:
+def test_a_processor_that_cannot_travel_costs_the_draft(forked: None) -> None:
     model, processor = pair(NAME)
     held = processor.__dict__
     held["unsent"] = lambda: None

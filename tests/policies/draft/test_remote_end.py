@@ -29,6 +29,7 @@ from tests.policies.draft.conftest import NAME
 from tests.policies.draft.test_remote_drafter import TIGHT, parallel, stop, watching
 from tests.spies import broken, heard
 
+pytestmark = pytest.mark.usefixtures("forked")
 HOW: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True}
 
 

@@ -5,12 +5,19 @@ The scenario stands in the place of the model's folder: "seed", or "seed:fault:n
 
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from mmaccel.core.decoding import worker as worker_module
 from mmaccel.core.decoding.worker import _HEAD, _MAGIC, BEAT, READY, MessageSocket, Worker
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.policies.draft import _remote_drafter
@@ -105,3 +112,29 @@ def serve_slowly(wire: MessageSocket, options: dict[str, Any]) -> None:
 def started(silence_s: float) -> Worker:
     """A process that writes by the toy rule."""
     return Worker("tests.policies.draft.toy_service:serve", {"model": "1"}, silence_s=silence_s)
+
+
+def fork(words: list[str], *, pass_fds: list[int], **how: Any) -> subprocess.Popen[bytes]:
+    """As `Popen` of a worker, but it never becomes another program: what it needs is imported already."""
+
+    def begin() -> None:
+        os.closerange(3, pass_fds[0])
+        os.closerange(pass_fds[0] + 1, 1 << 16)
+        torch.set_num_threads(1)
+        sys.argv, sys.stdin, sys.stderr = words[2:], os.fdopen(0), os.fdopen(2, "w")
+        try:
+            worker_module.main()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(1)
+
+    return subprocess.Popen(words, pass_fds=pass_fds, preexec_fn=begin, **how)
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Workers that are started inside fork from this process: a start takes two seconds otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": fork}))
+        yield

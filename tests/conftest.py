@@ -63,7 +63,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 def forkserver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that would be spawned are forks of one, which imports once what takes each of them four seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mmaccel_lab.train.feeder", "tests.eval.test_cases"])
+    needed = ["mmaccel_lab.train.feeder", "tests.eval.test_cases", "transformers.models.auto.modeling_auto"]
+    context.set_forkserver_preload(needed)
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
 
 

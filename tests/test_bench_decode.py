@@ -104,7 +104,7 @@ def test_bytes_of_tensors_are_counted_once_and_until_they_go() -> None:
         assert counted.now == 128 and counted.most == 128 + 64
 
 
-@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
+@pytest.mark.parametrize("name", ["tiny-ov", pytest.param("tiny-qwen", marks=pytest.mark.slow)])
 def test_the_pipeline_holds_no_more_than_drafting_in_turns(name: str) -> None:
     """At most two hundredths more: weights, caches, and whatever else is a tensor."""
     model, draft = load_model(name, dtype=torch.float32), load_model(f"{name}-draft", dtype=torch.float32)

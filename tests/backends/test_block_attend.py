@@ -214,21 +214,19 @@ def rules(
     batch: int,
 ) -> Tensor:
     """[B, 1, n_query, n_key] bool."""
-    mask = torch.zeros(batch, 1, n_query, n_key, dtype=torch.bool)
-    at = column or list(range(n_key))
-    for b in range(batch):
-        there = valid[b] if valid else [True] * n_key
-        # Without columns of their own keys are counted by valid ones, so that padding shifts neither sinks nor windows.
-        rank = at if column else [sum(there[: n + 1]) - 1 for n in range(n_key)]
-        for i in range(n_query):
-            own = start + i
-            if any(at[n] == own and not there[n] for n in range(n_key)):
-                continue
-            place = rank[own] if not column and own < n_key else own
-            for n in range(n_key):
-                near = window is None or place - rank[n] < window or rank[n] < sinks
-                mask[b, 0, i, n] = there[n] and at[n] <= own and near
-    return mask
+    at, own = torch.tensor(column or range(n_key)), torch.arange(start, start + n_query)
+    there = torch.tensor(valid or [[True] * n_key] * batch)
+    # Without columns of their own keys are counted by valid ones, so that padding shifts neither sinks nor windows.
+    rank = at.expand(batch, -1) if column else there.cumsum(1) - 1
+    place = own.expand(batch, -1)
+    if not column:
+        place = place.where(own >= n_key, rank[:, own.clamp(max=n_key - 1)])
+    gap = place[:, :, None] - rank[:, None]
+    seen = there[:, None] & (at <= own[:, None])
+    if window is not None:
+        seen &= (gap < window) | (rank[:, None] < sinks)
+    gone = (at == own[:, None]) & ~there[:, None]
+    return (seen & ~gone.any(-1, keepdim=True))[:, None]
 
 
 def dense_inputs(batch: int, heads: tuple[int, int], n_query: int, n_key: int, seed: int) -> list[Tensor]:

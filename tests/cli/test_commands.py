@@ -173,20 +173,20 @@ def test_eval_table(call: Call, ov: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_demo_fails_when_the_answers_are_wrong(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("demo", "--model", ov, "--worlds", 2, "--seed0", 7, "--frames", 8, "--recipe", "a_shape")
+    arguments = ("demo", "--model", ov, "--worlds", 1, "--seed0", 7, "--frames", 8, "--recipe", "a_shape")
     status, out, _ = call(*arguments, "--json")
     told = json.loads(out)
-    assert status == 1 and len(told["cases"]) == 6 and set(told["accuracy"]) == {"dense", "a_shape"}
+    assert status == 1 and len(told["cases"]) == 3 and set(told["accuracy"]) == {"dense", "a_shape"}
     assert {case["kind"] for case in told["cases"]} == set(DEMO_KINDS)
-    assert told["complete"] and len(told["seeds"]) == 2 and not set(told["seeds"]) & set(told["skipped"])
+    assert told["complete"] and len(told["seeds"]) == 1 and not set(told["seeds"]) & set(told["skipped"])
     status, out, err = call(*arguments)
-    assert status == 1 and "the truth:" in out and "of 6 right" in out
+    assert status == 1 and "the truth:" in out and "of 3 right" in out
     assert "fewer than 90% of the answers are right: dense (0.0%), a_shape (0.0%)." in err
     assert all(str(seed) in out for seed in told["seeds"])
     from mmaccel_lab.eval.cases import Case
 
     monkeypatch.setattr(Case, "right", lambda self, said: True)
-    assert "dense: 100.0% of 6 right" in call.text(*arguments)
+    assert "dense: 100.0% of 3 right" in call.text(*arguments)
 
 
 def test_demo_of_many_recipes_fits(call: Call, ov: str) -> None:

@@ -41,7 +41,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return example("stock_qwen")
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen", "tiny-qwen3", "tiny-hybrid"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("tiny-qwen", marks=pytest.mark.slow), "tiny-qwen3", "tiny-hybrid"]
+)
 def test_the_line_changes_no_token_and_reaches_the_model(
     name: str,
     script: ModuleType,

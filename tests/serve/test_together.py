@@ -93,7 +93,10 @@ def test_what_shares_no_step_says_why() -> None:
             assert "mmaccel_alone_answers_total 2.0" in client.get("/metrics").text
 
 
-@pytest.mark.parametrize("draft", ["prompt_lookup", {"name": "sequential", "model": "tiny-ov-draft"}])
+@pytest.mark.parametrize(
+    "draft",
+    [pytest.param("prompt_lookup", marks=pytest.mark.slow), {"name": "sequential", "model": "tiny-ov-draft"}],
+)
 def test_drafts_share_steps_and_answers_are_those_of_each_alone(draft: Any) -> None:
     """Also sampled ones, by their seeds; of a draft model the weights are held once."""
     chosen = {"drafted": Recipe.load(None, draft=draft)}

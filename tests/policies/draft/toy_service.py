@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,12 +120,10 @@ def fork(words: list[str], *, pass_fds: list[int], **how: Any) -> subprocess.Pop
         os.closerange(3, pass_fds[0])
         os.closerange(pass_fds[0] + 1, 1 << 16)
         torch.set_num_threads(1)
-        sys.argv, sys.stdin, sys.stderr = words[2:], os.fdopen(0), os.fdopen(2, "w")
-        try:
+        sys.argv, sys.stdin = words[2:], os.fdopen(0)
+        # What it does not tell by the wire is not told: the traceback of a real one comes too late.
+        with suppress(BaseException):
             worker_module.main()
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
         os._exit(1)
 
     return subprocess.Popen(words, pass_fds=pass_fds, preexec_fn=begin, **how)

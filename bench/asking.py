@@ -52,7 +52,7 @@ class CopiesEach(HostStore):
     can_gather = False  # type: ignore[assignment]
 
     def fetch(self, layer: int, units: Sequence[int], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        out = self.buffer(len(units)) if out is None else out
+        out = self.new_device_buffer(len(units)) if out is None else out
         wire = self.lanes.wire
 
         def work() -> None:
@@ -60,10 +60,10 @@ class CopiesEach(HostStore):
                 for side, rows in enumerate(self.unit_view(layer, unit)[0]):
                     split_units(out, self.shape.tokens)[side, :, at].copy_(rows, non_blocking=True)
 
-        wire.wait(self.lanes.compute.mark())
-        began = wire.mark(timed=True)
+        wire.wait(self.lanes.compute_queue.record_mark())
+        began = wire.record_mark(timed=True)
         wire.run(work)
-        self.lanes.compute.wait(self._end("seconds_in", began, fetches=1, copies_in=2 * len(units)))
+        self.lanes.compute_queue.wait(self._end("seconds_in", began, fetches=1, copies_in=2 * len(units)))
         self.count_copied(len(units))
         return out[0], out[1]
 

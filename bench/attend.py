@@ -223,7 +223,7 @@ def dense_ways(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str,
 
 def blocks_of(plan: AttentionPlan) -> int:
     """How many key blocks all heads of a plan list."""
-    counts = [s.lists.count for p in plan.parts for s in p.spans]
+    counts = [s.lists.list_lengths for p in plan.parts for s in p.spans]
     whole = plan.batch * plan.heads
     return sum(int(c.sum()) * whole // (c.shape[0] * c.shape[1]) for c in counts)
 

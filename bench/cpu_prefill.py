@@ -63,7 +63,7 @@ def prefill(model: nn.Module, inputs: dict[str, Any], recipe: Recipe | None) -> 
         embeds = adapter.embed(model, inputs)
     layout = adapter.layout(model, inputs)
     positions = adapter.positions(model, inputs)
-    text = adapter.text(model)
+    text = adapter.text_model(model)
     held: dict[str, Any] = {}
 
     def run() -> None:

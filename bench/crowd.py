@@ -87,7 +87,7 @@ class Crowd:
     async def ask(self, stream: Stream, tokens: int) -> float:
         """Seconds from the call to the first token."""
         asked = AskRequest(question=QUESTION, max_tokens=tokens, evidence=False)
-        async with self.streams.asking(stream, asked) as reply:
+        async with self.streams.ask_stream_context(stream, asked) as reply:
             return (await reply).ttft_s
 
     async def frames(self, stream: Stream, due: float, end: float) -> None:
@@ -141,7 +141,7 @@ class Crowd:
         }.items():
             row |= {f"{name} p{100 * one:g}": 1e3 * quantile(seen[name], one) for one in shares}
         row["ok"] = not row["late"] and row["first p95"] <= FIRST_MS and row["gap p99"] <= GAP_MS
-        held = [await one.kept.count() for one in self.open]
+        held = [await one.kept.read_counters() for one in self.open]
         holds = [
             (one.session.frames - now["let_go"]) / args.fps for one, now in zip(self.open, held, strict=True)
         ]
@@ -157,7 +157,7 @@ class Crowd:
         least = self.open[holds.index(min(holds))]
         try:
             asked = AskRequest(question=QUESTION, max_tokens=4, between=(0.0, 1.0))
-            async with self.streams.asking(least, asked) as reply:
+            async with self.streams.ask_stream_context(least, asked) as reply:
                 row["of_the_first_second"] = (await reply).text
         except MmaccelError as error:
             row["of_the_first_second"] = str(error)

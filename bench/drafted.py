@@ -94,7 +94,7 @@ class ReplayedParallel(Parallel):
             worker.wait(READY, 240.0)
             return worker
 
-        return target.cached(f"replayed draft {self.away}", begin, lambda worker: worker.alive)  # type: ignore[no-any-return]
+        return target.get_or_create(f"replayed draft {self.away}", begin, lambda worker: worker.alive)  # type: ignore[no-any-return]
 
     film: ClassVar[list[Any]] = []
     """Frames and scenes of the film, and whether the model is the tiny one."""

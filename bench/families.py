@@ -130,7 +130,7 @@ def decode(name: str, options: argparse.Namespace, log: Log) -> None:
 def question(name: str, options: argparse.Namespace, log: Log) -> None:
     model = BUILT.of(name, options)
     family: Any = adapter_for(model)
-    small, pace = options.shrink > 1, family.pace(model)
+    small, pace = options.shrink > 1, family.frames_per_unit(model)
     units, kinds = (60, 3) if small else (UNITS, KINDS)
     window, recalled, local = (max(2, n // options.shrink) for n in (WINDOW, RECALLED, LOCAL))
     kv: dict[str, Any] = {"window": window * pace, "frames": recalled * pace, "local": local * pace}

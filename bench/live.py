@@ -62,7 +62,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     WAITS: [(FairLock, "_aside"), (FairLock, "_acquire")],
     "clip": [(StreamRunner, "add_frames")],
     "pixels": [(HFStreamAdapter, "features")],
-    "tower": [(StreamForwardPasses, "encoded")],
+    "tower": [(StreamForwardPasses, "encode_prompt_video")],
     "layers": [(StreamRunner, "run_units")],
     "token": [(QuestionRunner, "step")],
     "question": [(QuestionRunner, "prefill")],

@@ -119,7 +119,7 @@ class Prompt:
         from mmaccel.models.attention import wrap_kv_cache
         from mmaccel.models.hf import NOTE, ForwardPassInfo
 
-        text = fast.adapter.text(self.model)
+        text = fast.adapter.text_model(self.model)
 
         def run() -> None:
             cache = wrap_kv_cache(self.model, self.family, fast.open_kv_state())
@@ -203,7 +203,7 @@ def model_step(name: str, tokens: int, seconds: float) -> Step:
         if options.no_dense:
             return
         for way, kernels in DENSE.items():
-            if way == "dense_flash_attn_4" and flash.unusable(torch.device(options.device)) is not None:
+            if way == "dense_flash_attn_4" and flash.why_unusable(torch.device(options.device)) is not None:
                 continue
             model = shape(options, LAYERS[name] if way == "dense" else 1)
             with patch.multiple(dense, **kernels):

@@ -34,7 +34,7 @@ from steps import Step, parser_of, run_steps
 from timing import Log
 
 import mmaccel
-from mmaccel.backends.select import Store
+from mmaccel.backends.select import CostFile
 from mmaccel.core import costs
 from mmaccel.core.rates import DeviceRates, MeasuredOverhead
 from mmaccel.core.recipe import Recipe
@@ -58,8 +58,8 @@ HELD: dict[str, tuple[Any, Any]] = {}
 
 
 FOLDER = Path(tempfile.mkdtemp())
-STORE = Store(FOLDER / "rates.json", DeviceRates.from_dict)
-SESSIONS = Store(FOLDER / "sessions.json", MeasuredOverhead.from_dict)
+STORE = CostFile(FOLDER / "rates.json", DeviceRates.from_dict)
+SESSIONS = CostFile(FOLDER / "sessions.json", MeasuredOverhead.from_dict)
 
 
 def cpu_seconds(work: Any, device: torch.device) -> float:
@@ -116,9 +116,9 @@ def run(
 ) -> tuple[float, Parts]:
     """The film and all its questions, as `predict_cost` takes them; gives the tokens that a step of the target gave."""
     clock = time.perf_counter if model.device.type == "cuda" else time.process_time
-    taken = rehearsal.run_timed(model, processor, recipe, film, work, QUESTION, RATE, clock)
+    taken = rehearsal.run_and_time(model, processor, recipe, film, work, QUESTION, RATE, clock)
     question, token = (statistics.median(some) for some in zip(*taken.asked, strict=True))
-    if not costs.needs_session(recipe, work):
+    if not costs.needs_video_session(recipe, work):
         return taken.step_tokens, {"read_s": taken.read_s, "token_s": token}
     first = taken.asked[0][0] + work.answer * taken.asked[0][1]
     parts = {"read_s": taken.read_s, "question_s": question, "token_s": token, "first_s": first}

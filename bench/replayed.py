@@ -260,7 +260,7 @@ def decode(
         )
     time.sleep(0.5)  # the start-up windows are written under prefills that are not run here
     for sequence in sequences:
-        sequence.advance()
+        sequence.commit_next_tokens()
     wait(device)
     began = time.perf_counter()
     decode_round_robin(sequences)

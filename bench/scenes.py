@@ -109,7 +109,7 @@ class Scenes:
     def open(self, session: mmaccel.VideoSession, size: tuple[int, int], frames: int | None = None) -> None:
         """Give a fresh session the stream, by its memory's own interface."""
         blank = torch.zeros(1, 3, *size, dtype=torch.uint8, device=self.device)
-        session._live = StreamRunner.begin(session._stream_adapter, session._kv, None, blank, 0.5)
+        session._live = StreamRunner.start_stream(session._stream_adapter, session._kv, None, blank, 0.5)
         self.go_on(session, self.frames if frames is None else frames)
 
     @torch.no_grad()

@@ -68,7 +68,7 @@ def watched(parts: tuple[Any, Any], kv: Any, world: World, every: float, last: f
     told: dict[str, list[float]] = {shape: [] for shape in shapes}
     with mmaccel.VideoSession(*parts, None, kv=kv) as session:
         made, words, asks = session._stream_adapter, list[float](), list[float]()
-        question, ask = made.question, session.ask
+        question, ask = made.make_question, session.ask
 
         def timed(call: Any, log: list[float]) -> Any:
             def run(*given: Any, **named: Any) -> Any:
@@ -79,7 +79,7 @@ def watched(parts: tuple[Any, Any], kv: Any, world: World, every: float, last: f
 
             return run
 
-        made.question, session.ask = timed(question, words), timed(ask, asks)  # type: ignore[method-assign]
+        made.make_question, session.ask = timed(question, words), timed(ask, asks)  # type: ignore[method-assign]
 
         def note(shape: str) -> Any:
             def call(change: AnswerChange) -> None:

@@ -191,7 +191,7 @@ def pace(
         if draft is not None:
             draft.begin(said)
         sequences.append(Speculation(runner, draft, said, first, stop=stop, meter=Meter().new_sequence()))
-        sequences[-1].advance()
+        sequences[-1].commit_next_tokens()
     wait(device)
     started, began = sum(one.ids.shape[1] for one in sequences), time.perf_counter()
     batch.run(sequences)

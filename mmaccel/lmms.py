@@ -16,7 +16,7 @@ from lmms_eval.api.model import lmms
 
 from mmaccel.core.attach import accelerate
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
-from mmaccel.core.errors import ModelError, VideoError, shown
+from mmaccel.core.errors import ModelError, VideoError, quoted
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 
@@ -24,7 +24,7 @@ HARNESS = {"batch_size", "max_batch_size"}
 """What the harness gives every model; here prompts are answered one after the other."""
 
 
-def manifest() -> Any:
+def lmms_eval_manifest() -> Any:
     """The model manifest for lmms-eval's entry point `lmms_eval.models`."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
@@ -134,7 +134,7 @@ class Mmaccel(lmms):
     def _piece(self, task: str, part: Any) -> dict[str, Any]:
         """A piece of a message, its video read."""
         from mmaccel.media.reader import video_metadata
-        from mmaccel.models.taking import read_sampled
+        from mmaccel.models.taking import read_sampled_video
 
         if part.type == "text":
             return {"type": "text", "text": part.text}
@@ -143,7 +143,7 @@ class Mmaccel(lmms):
             return {"type": "image", "image": url}
         if part.type not in ("image", "video") or not isinstance(url, str):
             raise ModelError(
-                f"{task}: it shows {part.type} {shown(url)}; videos and images are read, from files."
+                f"{task}: it shows {part.type} {quoted(url)}; videos and images are read, from files."
             )
         if "://" not in url and not os.path.isfile(url):
             raise VideoError(_missing(task, f"the {part.type} {os.path.abspath(url)} is missing"))
@@ -151,7 +151,7 @@ class Mmaccel(lmms):
             return {"type": "image", "image": url}
         frames = None if self._frames is None else min(self._frames, video_metadata(url)[0] or self._frames)
         span = {"start": part.start_time, "stop": part.end_time}
-        video = read_sampled(
+        video = read_sampled_video(
             self._processor, url, fps=self._fps, frames=frames, faster=self._fps is None, **span
         )
         return {"type": "video", "video": video}

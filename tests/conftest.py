@@ -49,7 +49,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     from mmaccel.backends.ops import operator
 
     told = SimpleNamespace(multi_processor_count=60, total_memory=9 << 30)
-    cached = operator.architecture_of, operator.resources, operator.triton_unusable
+    cached = operator.architecture_of, operator.find_device_limits, operator.why_triton_unusable
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
     for function in cached:

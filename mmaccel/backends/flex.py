@@ -20,14 +20,14 @@ from mmaccel.backends.ops.block_attend import (
     Call,
     Part,
     append_span_keys,
-    in_query_order,
     lse_dtype,
     register_block_attend,
+    scatter_to_query_order,
     with_unpacked_args,
 )
 
 
-def unusable(device: torch.device) -> str | None:
+def why_unusable(device: torch.device) -> str | None:
     """Why this backend cannot run on `device`, or None if it can."""
     if device.type not in ("cpu", "cuda"):
         return "FlexAttention runs on cpu and cuda"
@@ -57,9 +57,9 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
 
     flex = _compiled() if query.is_cuda else flex_attention
     out, aux = flex(
-        gather(query, q_row.expand(B, -1, -1)),
-        gather(key, k_rows, H),
-        gather(value, k_rows, H),
+        gather_head_rows(query, q_row.expand(B, -1, -1)),
+        gather_head_rows(key, k_rows, H),
+        gather_head_rows(value, k_rows, H),
         score_mod=score,
         block_mask=mask,
         scale=scale,
@@ -69,7 +69,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     )
     blind = (q_row.expand(B, H, -1) < 0) | (aux.lse == -torch.inf)
     lse = aux.lse.to(lse_dtype(query.dtype)).masked_fill(blind, -torch.inf)
-    return in_query_order(out.masked_fill(blind[..., None], 0.0), lse, q_row, rows)
+    return scatter_to_query_order(out.masked_fill(blind[..., None], 0.0), lse, q_row, rows)
 
 
 op = register_block_attend("block_attend_flex", block_attend)
@@ -80,7 +80,7 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=None)
 
 
-def gather(x: Tensor, row: Tensor, heads: int = 0) -> Tensor:
+def gather_head_rows(x: Tensor, row: Tensor, heads: int = 0) -> Tensor:
     """Gather rows `row` [B, h, n] of x [B, X, S, D]: [B, X, n, D], or [B, heads, n, D] if each head has rows of its own."""
     B, X, S, D = x.shape
     count = heads if heads and row.shape[1] > 1 else X
@@ -103,7 +103,7 @@ def make_block_mask(
     (B, H), spans, q_row = lead, part.spans, part.q_row
     device = q_row.device
     k_rows = _concat_broadcast([s.k_row for s in spans], B, H)
-    table = torch.cat([s.lists.table().expand(B, H, -1, -1) for s in spans], -1)
+    table = torch.cat([s.lists.to_dense_table().expand(B, H, -1, -1) for s in spans], -1)
     lengths = torch.tensor([s.k_row.shape[-1] for s in spans], device=device)
     owner = torch.repeat_interleave(torch.arange(len(spans), device=device), lengths)
     ends = zip(*((s.lo, s.hi) for s in spans), strict=True)

@@ -89,12 +89,12 @@ class Costs:
         return cls(dense, sparse, planning, dict(found["untried"]), float(found["host"]))
 
 
-def bench(run: Callable[[], Any], device: torch.device, busy_s: float = 0.0) -> float:
+def measure_seconds(run: Callable[[], Any], device: torch.device, busy_s: float = 0.0) -> float:
     """Seconds of `run`: the minimum of five runs after two warm-ups, by CUDA events on CUDA. There `device` is kept busy
     for `busy_s` seconds before each run, so that launch overhead within that time is not counted."""
     if device.type == "cuda" and device != torch.device("cuda", torch.cuda.current_device()):
         with torch.cuda.device(device):  # on whose stream events are recorded
-            return bench(run, torch.device("cuda", torch.cuda.current_device()), busy_s)
+            return measure_seconds(run, torch.device("cuda", torch.cuda.current_device()), busy_s)
     taken: list[float] = []
     for _ in range(7):
         if device.type != "cuda":
@@ -132,7 +132,7 @@ def measure_costs(
     backends: Mapping[str, Callable[..., tuple[Tensor, Tensor]]],
     plan: Callable[[int], Callable[[], Any]] | None = None,
     *,
-    bench: Bench = bench,
+    bench: Bench = measure_seconds,
     clock: Callable[[], float] = time.perf_counter,
     limit: float = LIMIT,
     lengths: tuple[int, int] = LENGTHS,
@@ -173,7 +173,7 @@ def measure_costs(
             continue
 
         def blocks(n: int, kernel: Callable[..., Any] = kernel) -> tuple[float, Callable[[], Any]]:
-            listed, part = nearest_blocks_part(n, shape.heads, device, block)
+            listed, part = build_nearest_blocks_part(n, shape.heads, device, block)
             made = prepare(kernel, part, *tensors[n][:2], block, block, 0)
             return listed * block**2, lambda: kernel(*tensors[n], *part.pack(), block, block, scale, 0, *made)
 
@@ -194,7 +194,9 @@ def _tensors(shape: AttentionShape, n: int, device: torch.device) -> tuple[Tenso
     return draw(shape.heads), draw(shape.groups), draw(shape.groups)
 
 
-def nearest_blocks_part(n: int, heads: int, device: torch.device, size: int = BLOCK) -> tuple[int, Part]:
+def build_nearest_blocks_part(
+    n: int, heads: int, device: torch.device, size: int = BLOCK
+) -> tuple[int, Part]:
     """Build a plan part for benchmarks, in which each query block of `size` tokens lists the nearest eighth of the key
     blocks; return how many blocks it lists, and the part."""
     m = n // size

@@ -21,9 +21,9 @@ from mmaccel.backends.ops.block_attend import (
     Call,
     Part,
     append_span_keys,
-    in_query_order,
     lse_dtype,
     register_block_attend,
+    scatter_to_query_order,
     with_unpacked_args,
 )
 
@@ -122,7 +122,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     M = P // block_q
     high = lse_dtype(query.dtype)
     spans, q_row = part.spans, part.q_row
-    lists = [span.lists.flat() for span in spans]
+    lists = [span.lists.flatten() for span in spans]
     own = [t for s in spans for t in (s.k_row, s.q_pos, s.k_pos, s.bias) if t is not None]
     shared = all(t.shape[1] == 1 for t in (q_row, *own, *(offset for offset, _, _ in lists)))
     heads = G if shared else H
@@ -177,7 +177,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     out = out.reshape(B, heads, group, P, -1)
     out = out.masked_fill_(~present[..., None], 0.0).reshape(B, H, P, -1).contiguous()
     row = q_row[:, :, None].expand(B, heads, group, P).reshape(B, H, P)
-    return in_query_order(out.to(query.dtype), lse, row, rows)
+    return scatter_to_query_order(out.to(query.dtype), lse, row, rows)
 
 
 op = register_block_attend("block_attend", block_attend)
@@ -223,7 +223,7 @@ def _in_turn(
     padded: int,
 ) -> Iterator[_Lists]:
     """Yield `_Lists` of the FULL entries that all tasks of a tile list, of each task's other FULL ones, and of those to
-    mask. `flat`: `BlockLists.flat` of each span. A task is ``(b * heads + h) * padded + m``."""
+    mask. `flat`: `BlockLists.flatten` of each span. A task is ``(b * heads + h) * padded + m``."""
     begin, count, blocks, spans = [], [], [], []
     before = shift = 0
     for number, ((offset, index, _), width) in enumerate(zip(flat, widths, strict=True)):

@@ -33,7 +33,7 @@ BACKENDS = {
     "triton": "mmaccel.backends.triton",
     "flash": "mmaccel.backends.flash",
 }
-"""Name to module; each has ``op``, a custom operator of the flat schema, and ``unusable(device) -> str | None`` unless
+"""Name to module; each has ``op``, a custom operator of the flat schema, and ``why_unusable(device) -> str | None`` unless
 it runs everywhere."""
 
 # Order in which "auto" looks where nothing is measured, and in which it measures; fastest first.
@@ -78,7 +78,7 @@ def choose(device: torch.device | str) -> str:
     return next(_candidates(torch.device(device)))
 
 
-def decide(
+def choose_backend(
     name: str,
     device: torch.device | str,
     shape: AttentionShape,
@@ -87,7 +87,7 @@ def decide(
     label: str = "",
     block: int = BLOCK,
     measure: bool | None = None,
-    store: Store[Costs] | None = None,
+    store: CostFile[Costs] | None = None,
     **how: Any,
 ) -> Choice:
     """Choose the backend for `name` ("auto", or a backend's name) on `device`, for layers of `shape`.
@@ -109,9 +109,9 @@ def decide(
     if shape.dtype == torch.float64:
         return Choice("reference", "no other computes in float64")
     names = tuple(_candidates(device))
-    kept: Store[Costs] = store if store is not None else Store()
+    kept: CostFile[Costs] = store if store is not None else CostFile()
     tried = tuple(n for n in names if n != "reference") or names
-    key = key_of(device, shape, tried, f"{label} in blocks of {block}")
+    key = cost_key(device, shape, tried, f"{label} in blocks of {block}")
     costs = kept.get(key)
     again = costs is not None
     if costs is None or not costs.sparse:
@@ -145,7 +145,7 @@ def get(name: str, device: torch.device | str) -> BlockAttend:
 
 
 def with_extended_support(kernel: BlockAttend, device: torch.device) -> BlockAttend:
-    """`kernel` if it supports parts with `Part.extra`, else the first backend's operator on `device` that does."""
+    """`kernel` if it supports parts with `Part.uses_extras`, else the first backend's operator on `device` that does."""
     if getattr(kernel, "extra", True):
         return kernel
     return next(op for name in _candidates(device) if getattr(op := get(name, device), "extra", True))
@@ -172,10 +172,10 @@ def _why_not(name: str, device: torch.device) -> str | None:
         return f"it needs {error.name or error}"
     if BACKENDS[name] == BACKENDS["reference"]:  # runs everywhere
         return None
-    return module.unusable(device)  # type: ignore[no-any-return]
+    return module.why_unusable(device)  # type: ignore[no-any-return]
 
 
-class Store(Generic[Kept]):
+class CostFile(Generic[Kept]):
     """A JSON file that caches measurements, so that a device is measured once: keyed by device, shape, versions and label.
     `path` is the file, or its name in the user's cache folder; `of` rebuilds an entry from its JSON mapping (default:
     `Costs`)."""
@@ -217,7 +217,7 @@ class Store(Generic[Kept]):
         return found if isinstance(found, dict) else {}
 
 
-def key_of(device: torch.device, shape: AttentionShape, backends: tuple[str, ...], label: str) -> str:
+def cost_key(device: torch.device, shape: AttentionShape, backends: tuple[str, ...], label: str) -> str:
     """Cache key that names all that measured costs depend on: device (of a processor also its threads), shape, versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     if device.type == "cpu":

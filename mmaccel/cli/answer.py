@@ -249,7 +249,7 @@ def min_decode_step_s(model: nn.Module, cache_bytes: float, rate: float) -> floa
     """Lower bound of a decode step in seconds: reading the language model's weights and the cache once."""
     head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
-    parts = [part for part in (adapter_for(model).text(model), head) if part is not None]
+    parts = [part for part in (adapter_for(model).text_model(model), head) if part is not None]
     # A step reads one row of the embeddings, unless they are the head as well.
     rows = set() if embedding is None else {id(p) for p in embedding.parameters()}
     rows -= {id(p) for p in parts[-1].parameters()}

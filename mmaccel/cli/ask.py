@@ -19,6 +19,7 @@ from mmaccel.cli.answer import Answer, prompt_inputs
 from mmaccel.cli.answer import ask as answer
 from mmaccel.cli.choices import MAX_FRAMES, Device, Draft, Dtype, Fps, Frames, Json, Longest, Model, Timeout
 from mmaccel.cli.console import (
+    bytes_text,
     describe_cut_off,
     format_number,
     group_table_columns,
@@ -26,7 +27,6 @@ from mmaccel.cli.console import (
     plural,
     print_json,
     progress_bars,
-    size,
 )
 from mmaccel.cli.report import Page, check_report_path, write_html_page
 from mmaccel.core.attach import adapter_for
@@ -141,7 +141,7 @@ def answer_with_each_recipe(
     text = {"type": "text", "text": question}
     if len(recipes) > 1:
         few = prompt_inputs(
-            processor, [{"type": "video", "video": video.cut(0, min(8, len(video)))}, text], model
+            processor, [{"type": "video", "video": video.slice_frames(0, min(8, len(video)))}, text], model
         )
         answer(model, processor, few, max_new_tokens=2)
     inputs = prompt_inputs(processor, [{"type": "video", "video": video}, text], model)
@@ -184,7 +184,7 @@ def _layers(model: nn.Module, recipe: Recipe, progress: Progress, most: int) -> 
     that what is under way is told beside what is done.
     """
     adapter, streamer = adapter_for(model), _Counted(progress, most)
-    inside = set(adapter.text(model).modules())
+    inside = set(adapter.text_model(model).modules())
     modules = (m for m in adapter.multimodal(model).modules() if m not in inside)
     vision = max((m for m in modules if isinstance(m, nn.ModuleList)), key=len, default=())
 
@@ -237,7 +237,7 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
         ("drafted", lambda a: describe_draft(a.report.draft)),
         ("video", lambda a: _pruned(_count_video_tokens(a, tokens))),
         ("cache", lambda a: describe_memory(a.report.kv) if a.report.kv.get("bytes") else ""),
-        (peak, lambda a: size(a.report.peak_bytes)),
+        (peak, lambda a: bytes_text(a.report.peak_bytes)),
         ("notes", lambda a: "\n".join([*a.report.draft["notes"], *a.report.notes])),
     )
     tables = []

@@ -108,7 +108,7 @@ def _family_features() -> dict[str, dict[str, str]]:
     return found
 
 
-def describe(
+def describe_name(
     name: Annotated[
         str,
         Argument(

@@ -48,7 +48,7 @@ def choose_device(device: str) -> str:
     return str(loading.check_device(device, "--device"))
 
 
-def check_dtype(name: str) -> str:
+def check_dtype_name(name: str) -> str:
     """Check a dtype's name; raises `UnknownName` for an unknown one."""
     if name not in DTYPES:
         raise UnknownName("dtype", name, DTYPES)
@@ -58,7 +58,7 @@ def check_dtype(name: str) -> str:
 Model = Annotated[str, Option(help="A shipped model's name, a folder, or a hub name.")]
 DEVICES, TYPES = "auto, cpu, cuda or cuda:N.", "auto, float32, bfloat16 or float16."
 Device = Annotated[str, Option(callback=choose_device, help=DEVICES)]
-Dtype = Annotated[str, Option(callback=check_dtype, help=TYPES)]
+Dtype = Annotated[str, Option(callback=check_dtype_name, help=TYPES)]
 Draft = Annotated[str | None, Option(help="Folder or name of the draft model.")]
 Json = Annotated[bool, Option("--json", help="One JSON object on standard output, nothing else.")]
 Fps = Annotated[float | None, Option(help="Frames a second to look at.")]
@@ -210,8 +210,8 @@ def read_video(
     recipe: Recipe | None = None,
 ) -> Video:
     """Read the frames for a model: as asked ("auto": as many as `model` can hold under `recipe`), or by its default
-    `Budget`."""
-    from mmaccel.models.taking import max_frames_that_fit, read_sampled
+    `VideoBudget`."""
+    from mmaccel.models.taking import max_frames_that_fit, read_sampled_video
 
     if frames is not None and (fps is not None or max_frames is not None):
         raise VideoError(
@@ -225,7 +225,7 @@ def read_video(
         remark(told.replace("frames='auto'", "--frames auto"))
     how: dict[str, Any] = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
     with name_options_in_errors():
-        return read_sampled(
+        return read_sampled_video(
             processor, path, **how, faster=fps is None, progress=add_bar(progress, "decode", "frames")
         )
 

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
 from mmaccel.core.errors import MmaccelError, MmaccelWarning
+from mmaccel.core.report_page import bytes_text as bytes_text
 from mmaccel.core.report_page import plural as plural
-from mmaccel.core.report_page import size as size
 
 EVERY_S = 10.0
 """Seconds between two lines of progress off a terminal."""

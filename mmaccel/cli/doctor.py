@@ -68,12 +68,12 @@ def _system_report() -> dict[str, Any]:
     problems += _unmet("mmaccel") + _unmet("torch")
     kernels = {}
     for name, what in operators.KERNELS.items():
-        kernels[what] = operators.why_not(name, torch.device(device["type"]))
+        kernels[what] = operators.why_kernels_unusable(name, torch.device(device["type"]))
         package = "flash-attn-4" if name == "flash" else DENSE.get(name, "triton")
         if kernels[what] is None and versions[package] is None and name != "captured":
             kernels[what] = f"{package} is not installed"
     broken = next((one for one in problems if one.startswith("av ")), None)
-    store: select.Store[measure.Costs] = select.Store()
+    store: select.CostFile[measure.Costs] = select.CostFile()
     return {
         "problems": list(dict.fromkeys(problems)),
         "versions": versions,
@@ -126,7 +126,7 @@ def _device(problems: list[str]) -> dict[str, Any]:
         if torch.cuda.is_available():
             device = torch.device("cuda")
             here, row = torch.cuda.get_device_properties(device), operators.architecture_of(device)
-            has = operators.resources(device)
+            has = operators.find_device_limits(device)
             found |= {"type": "cuda", "name": here.name, "gpus": torch.cuda.device_count()}
             found["architecture"] = row.name
             found["tried"] = "run and timed" if row.has_run else "compiled for it, never run"

@@ -16,7 +16,7 @@ from mmaccel.cli.choices import Fps, Model
 from mmaccel.cli.console import plural, progress_bars, progress_callback, say
 from mmaccel.cli.search import Most, Texts, Videos, build_sample_prompt, check_videos
 from mmaccel.core.decoding.generate import Evidence
-from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError, shown
+from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError, quoted
 from mmaccel.core.files import outside
 from mmaccel.core.recipe import stream_policy
 from mmaccel.core.registry import registry
@@ -72,7 +72,7 @@ def draw_pictures(
     pattern by the pairs it computes on a small prompt, in the tokens' order and in its plan's. Of a saved session with
     clusters: the cluster of each watched frame (timeline), and the frames that its questions retrieve (retrieved).
     """
-    from mmaccel.search.measure import CapturedLayer, visit_layers
+    from mmaccel.search.measure import CapturedLayer, visit_attention_inputs
     from mmaccel.search.picture import (
         demo_field_differences,
         draw_head_attention,
@@ -98,9 +98,9 @@ def draw_pictures(
         raise RecipeError(f"--out: {output} is a file; give a folder for the pictures.")
     if is_session:
         stream_policy(saved_recipe(Path(what)))
-        known = None if truth is None else GroundTruth.read(truth)
+        known = None if truth is None else GroundTruth.read_file(truth)
         loaded = choices.load_cli_model(
-            model, choices.choose_device(device), choices.check_dtype(dtype), Path(what)
+            model, choices.choose_device(device), choices.check_dtype_name(dtype), Path(what)
         )
         with VideoSession.resume(loaded, choices.load_supported_processor(model), Path(what)) as session:
             for path in _session(session, Path(what), output, form, layer or [0], question or [], known):
@@ -111,7 +111,7 @@ def draw_pictures(
     wanted = _wanted(layer, head, shape.layers, shape.heads)
     processor = choices.load_supported_processor(model)
     with progress_bars() as progress:
-        loaded = choices.load_cli_model(model, choices.choose_device(device), choices.check_dtype(dtype))
+        loaded = choices.load_cli_model(model, choices.choose_device(device), choices.check_dtype_name(dtype))
         inputs, _ = build_sample_prompt(loaded, processor, video or [], text or [], max_tokens, fps, progress)
         output.mkdir(parents=True, exist_ok=True)
         tell, done, whole = progress_callback(progress, "heads"), 0, sum(map(len, wanted.values()))
@@ -124,7 +124,7 @@ def draw_pictures(
                 done += 1
                 tell("draw", done, whole)
 
-        visit_layers(loaded, inputs, visit, set(wanted))
+        visit_attention_inputs(loaded, inputs, visit, set(wanted))
     message = f"{output}: {plural(done, 'head')}"
     if not layer and not head and done < shape.layers * shape.heads:
         message += f" of {shape.layers * shape.heads}, evenly spread; --layer and --head name others"
@@ -136,7 +136,7 @@ def _named(path: str) -> tuple[Sequence[Sequence[str]], str]:
     from mmaccel.search.run import head_pattern_names
 
     try:
-        run = outside.read_json(path, f"table {shown(path, outside.PATH)}", RecipeError)
+        run = outside.read_json(path, f"table {quoted(path, outside.PATH)}", RecipeError)
         if run["patterns"] and all(isinstance(layer, list) for layer in run["patterns"]):
             layers = [[str(name) for name in layer] for layer in run["patterns"]]
             return layers, f"{run['recipe']} on {run['model']}, {run['prompt_tokens']} tokens"
@@ -206,7 +206,7 @@ class GroundTruth:
         self.questions = {split_words(one["text"]): tuple(n / fps for n in one["frames"]) for one in asked}
 
     @classmethod
-    def read(cls, path: Path) -> GroundTruth:
+    def read_file(cls, path: Path) -> GroundTruth:
         """Read a file that `mmaccel-lab world --truth` wrote; raises `WorldError` for any other."""
         try:
             facts: dict[str, Any] = outside.read_json(path, str(path), WorldError)
@@ -228,7 +228,7 @@ def split_words(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
-def entry_runs_by_cluster(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+def cluster_entry_runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
     """Cluster -> its runs (begin, end) of consecutive entries, in order of each cluster's first entry."""
     found: dict[int, list[tuple[int, int]]] = {}
     begin = 0
@@ -249,7 +249,7 @@ def plot_cluster_timeline(
     """
     end = shown[-1] + (shown[-1] - shown[0]) / max(1, len(shown) - 1)
     owners = {name: rows[min(layer, len(rows) - 1)].tolist() for name, rows in clusters.items()}
-    lanes = {name: _lanes(entry_runs_by_cluster(owner)) for name, owner in owners.items()}
+    lanes = {name: _lanes(cluster_entry_runs(owner)) for name, owner in owners.items()}
     heights = [0.5] * (truth is not None) + [0.4 + 0.09 * len(one) for one in lanes.values()]
     drawn = create_figure(9.0, 0.8 + sum(heights))
     plots = drawn.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]

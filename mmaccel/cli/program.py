@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mmaccel.cli.console import error_sentence, silence_libraries
-from mmaccel.core.errors import MmaccelError, RecipeError, VideoError, shown
+from mmaccel.core.errors import MmaccelError, RecipeError, VideoError, quoted
 
 INTERRUPTED, TERMINATED = 130, 143
 AGAIN_S = 1.0
@@ -127,12 +127,12 @@ class OneVideoCommand(TyperCommand):
                 second = question
             elif second is not None:
                 raise VideoError(
-                    f"the question came as {1 + len(ctx.args)} arguments, {shown(question)} and {shown(second)} "
+                    f"the question came as {1 + len(ctx.args)} arguments, {quoted(question)} and {quoted(second)} "
                     "among them; put it in quotes."
                 )
         if second is not None:
             raise VideoError(
-                f"give one video, not two ({shown(video)} and {shown(second)}); run the command once for each."
+                f"give one video, not two ({quoted(video)} and {quoted(second)}); run the command once for each."
             )
         return left
 

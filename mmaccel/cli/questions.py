@@ -14,15 +14,15 @@ from rich.table import Table
 
 from mmaccel.cli.console import describe_cut_off, plural, remark
 from mmaccel.core.decoding.generate import Answer
-from mmaccel.core.errors import ModelError, VideoError, check_text, shown
+from mmaccel.core.errors import ModelError, VideoError, check_text, quoted
 from mmaccel.core.files import outside
 from mmaccel.core.report import Report
 from mmaccel.core.report_page import (
+    bytes_text,
     describe_decoding,
     describe_draft,
     format_attention_share,
     format_head_counts,
-    size,
 )
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ def parse_question(text: str, source: str = "--question") -> Asked:
     except ValueError:
         if when.split() == [when]:
             raise VideoError(
-                f"{source}: {shown(when)} after the @ of {shown(text)} is not a time; give seconds from the start, such as "
-                "@12.5, or put a space after an @ that belongs to the question."
+                f"{source}: {quoted(when)} after the @ of {quoted(text)} is not a time; give seconds from the "
+                "start, such as @12.5, or put a space after an @ that belongs to the question."
             ) from None
         words, seconds = text, None
     words = words if at and seconds is not None else text
     if not words.strip():
-        raise ModelError(f"{source}: {shown(text)} has no question; give QUESTION@SECONDS.")
+        raise ModelError(f"{source}: {quoted(text)} has no question; give QUESTION@SECONDS.")
     if seconds is not None and not 0 <= seconds < float("inf"):
         raise VideoError(f"{source}: {seconds:g} is not a time in a video; give seconds from its start.")
     return seconds, words.strip()
@@ -100,7 +100,7 @@ def read_piped_questions(given: Sequence[str]) -> list[Asked]:
     return found
 
 
-def split_clip(part: Video, asked: list[Asked]) -> Iterator[Piece]:
+def split_clip_at_questions(part: Video, asked: list[Asked]) -> Iterator[Piece]:
     """Cut a clip after each frame at which a question is due; yield the pieces with their questions, and remove these from
     `asked`."""
     times, start = part.clock.tolist(), 0
@@ -108,7 +108,7 @@ def split_clip(part: Video, asked: list[Asked]) -> Iterator[Piece]:
         when = asked[0][0] if asked else None
         stop = len(part) if when is None else sum(moment <= when for moment in times)
         # A question whose time has passed between two clips is due before this one.
-        piece = part.cut(start, stop) if stop > start else None
+        piece = part.slice_frames(start, stop) if stop > start else None
         due: list[Asked] = []
         if stop < len(part):
             while asked and asked[0][0] is not None and asked[0][0] < times[stop]:
@@ -205,7 +205,7 @@ def summarize_stream_memory(kv: Mapping[str, float], peak: int) -> str:
     if units == kv.get("window") and "let_go" in kv:
         done = "offloaded" if kv.get("clusters") else "clustered or offloaded"
         what = f"all {units:g} steps of time (frames) fit in the window, nothing was {done}"
-    more = [", ".join(f"{place} {size(kv[key])}" for key, place in PLACES.items() if kv.get(key))]
+    more = [", ".join(f"{place} {bytes_text(kv[key])}" for key, place in PLACES.items() if kv.get(key))]
     if kv.get("fetch_needed"):
         more.append(f"{kv.get('prefetch_coverage', 0):.0%} of what questions copied back was prefetched")
-    return "; ".join([f"memory: {what}", *filter(None, more), f"peak {size(peak)}"])
+    return "; ".join([f"memory: {what}", *filter(None, more), f"peak {bytes_text(peak)}"])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from mmaccel.cli.console import remark
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, quoted
 from mmaccel.core.files import outside
 from mmaccel.core.report_page import format_policy_names, render_page
 from mmaccel.core.rows import write_atomically
@@ -38,12 +38,12 @@ def report(
 
     Frames are read from the video again; for a camera or URL the page shows times only.
     """
-    told = outside.read_json(run, f"run {shown(run, outside.PATH)}", RecipeError, fix=FIX)
+    told = outside.read_json(run, f"run {quoted(run, outside.PATH)}", RecipeError, fix=FIX)
     output = Path(run).with_suffix(".html") if output is None else output
     try:
         write_html_page(told, output, told["video"] if video is None else video)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise RecipeError(f"{shown(run, outside.PATH)} is no run; {FIX}.") from error
+        raise RecipeError(f"{quoted(run, outside.PATH)} is no run; {FIX}.") from error
 
 
 def check_report_path(path: Path | None) -> None:

@@ -18,7 +18,7 @@ from mmaccel.backends import select
 from mmaccel.cli import choices
 from mmaccel.cli.answer import prompt_inputs
 from mmaccel.cli.choices import Device, Dtype, Fps, Json
-from mmaccel.cli.console import plural, print_json, progress_bars, progress_callback, say, size
+from mmaccel.cli.console import bytes_text, plural, print_json, progress_bars, progress_callback, say
 from mmaccel.cli.program import INTERRUPTED
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.report_page import format_attention_share, format_head_counts
@@ -60,13 +60,13 @@ def search(
     The table is used by `sparse: {name: per_head, table: FILE}`; saved as heads.json in the model's folder it is the preset
     "searched".
     """
-    from mmaccel.search import Settings
+    from mmaccel.search import SearchSettings
     from mmaccel.search import search as run
     from mmaccel.search.run import head_pattern_names, main_pattern_name, progress_path
     from mmaccel.search.space import KINDS
 
     named = tuple(boundaries.replace(",", " ").split()) or KINDS
-    settings = Settings(
+    settings = SearchSettings(
         context=context,
         boundaries=named,
         cost=cost,  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def search(
     say(f"heads: {heads}")
     say(
         f"pairs computed {format_attention_share(facts['kept'])}, mean error {facts['error']:.3f}, "
-        f"{facts['seconds']:.0f} s, peak memory {size(facts['peak_bytes'])} on {table['device']}"
+        f"{facts['seconds']:.0f} s, peak memory {bytes_text(facts['peak_bytes'])} on {table['device']}"
     )
 
 
@@ -167,5 +167,5 @@ def build_sample_prompt(
             # Evenly spaced frames, of which there are fewer each time.
             count = max(1, min(int(len(film) * (most / tokens) * 0.99), len(film) - 1))
             chosen = torch.linspace(0, len(film) - 1, count).round().long()
-            seen[n] = replace(film.at(chosen), fps=film.fps * count / len(film))
+            seen[n] = replace(film.select_frames(chosen), fps=film.fps * count / len(film))
     raise ModelError(f"--max-tokens: {most} tokens hold no frame of each video; give more, or fewer videos.")

@@ -27,7 +27,7 @@ from mmaccel.cli.questions import (
     evidence_table,
     parse_question,
     read_piped_questions,
-    split_clip,
+    split_clip_at_questions,
     stream_status_lines,
 )
 from mmaccel.cli.report import Page, check_report_path, write_html_page
@@ -179,7 +179,7 @@ def watch(
         try:
             with progress_bars() as progress:
                 seen = add_bar(progress, "ingest" if stored else "watch", "frames")
-                pieces = work.pieces(clips, keeper)
+                pieces = work.split_clips_at_questions(clips, keeper)
                 for piece in pieces:
                     work.feed_clip_piece(piece, pieces if stored else None, seen, keeper.is_due)
                     if piece[0] is not None:
@@ -298,7 +298,7 @@ class WatchRun:
         start = float(first.clock[0])
         return self.begin + 1 / self._fps - start if self.begin is not None and start <= self.begin else 0.0
 
-    def pieces(self, clips: Iterator[Video], keeper: PeriodicSaver) -> Iterator[Piece]:
+    def split_clips_at_questions(self, clips: Iterator[Video], keeper: PeriodicSaver) -> Iterator[Piece]:
         """Yield the clips with the session's times, cut after the last frame before each question."""
         given = self.lines
         for part in clips:
@@ -307,7 +307,7 @@ class WatchRun:
             self.lines = shift_lines(given, keeper.shift)
             for one in part.events:
                 self.uneven.add(one.kind, one.time, one.seconds)
-            yield from split_clip(replace(part, clock=part.clock + keeper.shift), self.asked)
+            yield from split_clip_at_questions(replace(part, clock=part.clock + keeper.shift), self.asked)
 
     def feed_clip_piece(
         self,

@@ -9,7 +9,7 @@ from mmaccel.contract.family import check_family
 from mmaccel.contract.memory import check_memory
 from mmaccel.contract.prefill import check_pattern, check_pruner
 from mmaccel.core.decoding.draft import DraftStrategy
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, quoted
 from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import SparsePattern
@@ -41,5 +41,5 @@ def check_policy(policy: Any, *, rounds: int = 12, seed: int = 0) -> None:
         check_draft(policy)
     else:
         raise RecipeError(
-            f"policy: {shown(policy)} is none; give an instance of a pattern, a memory, a draft or a pruner."
+            f"policy: {quoted(policy)} is none; give an instance of a pattern, a memory, a draft or a pruner."
         )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmaccel.contract.prefill import check_counters_are_floats, raise_unless
 from mmaccel.core.adapter import Branches, Geometry, ModelAdapter, ModelView, Runner
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
-from mmaccel.core.decoding.generate import speculate
+from mmaccel.core.decoding.generate import decode_speculatively
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.report import DraftRounds
@@ -150,7 +150,7 @@ def check_draft(strategy: DraftStrategy) -> None:
         return ids.shape[1] >= TOKENS
 
     draft.begin(said)
-    ids = speculate(target, draft, said, target.prefill(said.inputs), stop=stop, meter=rounds)
+    ids = decode_speculatively(target, draft, said, target.prefill(said.inputs), stop=stop, meter=rounds)
     raise_unless(rounds.failed is None, f"{who}: it fails with {(rounds.failed or '').rstrip('.')}; fix it.")
     raise_unless(
         ids[0].tolist() == decode_greedily(RULE, [3, 1], stop),

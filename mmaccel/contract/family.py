@@ -74,7 +74,7 @@ def check_family(model_or_class: Any, *, quiet: bool = False, device: str = "cpu
     form: Any = type(unwrap(model_or_class)) if isinstance(model_or_class, nn.Module) else model_or_class
     kind = form.config_class.model_type
     family = family_of(kind)
-    tried = _Tried(family, family.sampler(form), device)
+    tried = _Tried(family, family.tiny_model_factory(form), device)
     rows = [row for check in CHECKS for row in check(tried)]
     if not quiet:
         wide = max(len(name) for name, _, _ in rows)
@@ -316,7 +316,7 @@ def _seen(tried: _Tried) -> Iterator[Row]:
     try:
         with torch.no_grad():
             paid = tried.model(**tried.inputs, output_attentions=True).attentions[number][0, :, -1]
-            rows = tried.family.norm(tried.model, number, caught["hidden_states"])
+            rows = tried.family.input_norm(tried.model, number, caught["hidden_states"])
             cos, sin = (angle[:, None] for angle in caught["position_embeddings"])
             query = tried.family.project_query(tried.model, number, rows[:, -1:])
             query = tried.family.apply_rope(query, (cos[..., -1:, :], sin[..., -1:, :]))
@@ -337,9 +337,9 @@ def _sessions(tried: _Tried) -> Iterator[Row]:
     if why := tried.family.unable.get("streams"):
         yield "session", f"lacking: {why}", True
         return
-    pace, question = tried.family.pace(tried.model), "what moved?"
+    frames_per_unit, question = tried.family.frames_per_unit(tried.model), "what moved?"
     generator = torch.Generator().manual_seed(5)
-    frames = torch.randint(0, 256, (9 * pace, 3, 28, 28), dtype=torch.uint8, generator=generator)
+    frames = torch.randint(0, 256, (9 * frames_per_unit, 3, 28, 28), dtype=torch.uint8, generator=generator)
     processor = tried.sampler.processor(tried.model.config)
     fields: dict[str, dict[str, Any]] = {
         "window": {"window": 1 << 16},
@@ -348,7 +348,7 @@ def _sessions(tried: _Tried) -> Iterator[Row]:
     }
     for name, more in fields.items():
         with VideoSession(tried.model, processor, None, kv={"name": name, **more}) as session:
-            for part in frames.split(4 * pace - 1):
+            for part in frames.split(4 * frames_per_unit - 1):
                 session.watch(part, fps=2.0)
             adapter, live = session._stream_adapter, session._live
             assert live is not None

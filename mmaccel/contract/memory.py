@@ -112,15 +112,15 @@ def _check_beams(policy: KVPolicy) -> None:
     state, who = policy.open(GEOMETRY, None, CPU), f"kv {policy.name!r}"
     for layer in range(LAYERS):
         state.append(layer, *encode_kv([[1, 2], [3, 4]], layer))
-    state.reorder(torch.tensor([1, 1, 0]))
+    state.select_sequences(torch.tensor([1, 1, 0]))
     for layer in range(LAYERS):
         state.append(layer, *encode_kv([[5], [6], [7]], layer))
         seen = state.view(layer, torch.empty(3, HEADS, 1, SIZE))
         raise_unless(
             torch.equal(seen.key, encode_kv([[3, 4, 5], [3, 4, 6], [1, 2, 7]], layer)[0]),
-            f"{who}: reorder([1, 1, 0]) gives other rows; take those rows of every layer.",
+            f"{who}: select_sequences([1, 1, 0]) gives other rows; take those rows of every layer.",
         )
-    state.reorder(torch.tensor([2]))
+    state.select_sequences(torch.tensor([2]))
     append_to_layers(who, state, 8, 1)
 
 
@@ -164,7 +164,7 @@ def _count(who: str, state: KVState, want: int, when: str) -> None:
 class RotaryModel:
     """A model with only RoPE: it rotates pairs (i, i + D/2) by the position on axis 0, the last pair by the last axis."""
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def rope_angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         axes = positions if positions.ndim == 2 else positions[None].expand(3, -1)
         speed = 10.0 ** -torch.arange(SIZE // 2, dtype=torch.float64)
         angle = axes[0].double()[:, None] * speed
@@ -179,7 +179,7 @@ class RotaryModel:
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
         x.copy_(self.apply_rope(x, angles))
 
-    def norm(self, layer: int, hidden: Tensor) -> Tensor:
+    def input_norm(self, layer: int, hidden: Tensor) -> Tensor:
         return hidden
 
     def project_query(self, layer: int, rows: Tensor) -> Tensor:
@@ -195,7 +195,9 @@ def _check_stream(policy: StreamPolicy) -> None:
     )
     head, unit = torch.arange(HEAD)[None], HEAD + torch.arange(TOKENS)[None]
     positions = PositionIds(head, unit, lambda n: TOKENS * torch.arange(n), HEAD + TOKENS, TOKENS, 10**6)
-    stream = Stream(tokens_per_unit=TOKENS, head=HEAD, pace=1, positions=positions, dtype=torch.float64)
+    stream = Stream(
+        tokens_per_unit=TOKENS, head=HEAD, frames_per_unit=1, positions=positions, dtype=torch.float64
+    )
     model: Any = RotaryModel()
     state = policy.open_stream(stream, GEOMETRY, model, CPU)
     if isinstance(state, FrameMemory):

@@ -21,7 +21,7 @@ from mmaccel.core.prefill.prune import (
     Stage,
     TokenPruner,
     check_kept_columns,
-    checked_stages,
+    check_pruning_stages,
     kept_layout,
     observation_columns,
 )
@@ -156,7 +156,7 @@ def check_plan(
     for part in plan.parts:
         for span in part.spans:
             _lists(plan, who, part, span)
-            listed[:, part.for_heads(plan.heads)] += span.lists.count.sum(-1)
+            listed[:, part.for_heads(plan.heads)] += span.lists.list_lengths.sum(-1)
     _pairs(plan, who, q_layout, k_layout)
     bound, most = pattern.max_blocks_total(plan.n_query, plan.n_key), int(listed.max())
     raise_unless(
@@ -200,11 +200,11 @@ def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
     )
     b, t = span.lists.row.shape[:2]
     raise_unless(
-        b in (1, plan.batch) and t in (1, h) and not bool((span.lists.count < 0).any()),
+        b in (1, plan.batch) and t in (1, h) and not bool((span.lists.list_lengths < 0).any()),
         f"{who}: row of lists is {list(span.lists.row.shape)} or counts below 0; give [1 or B, 1 or H, M, 5].",
     )
     try:
-        offset, index, _ = span.lists.flat()
+        offset, index, _ = span.lists.flatten()
         row = torch.repeat_interleave(torch.arange(offset[..., 1:].numel()), offset.diff().reshape(-1))
         kinds = torch.isin(span.lists.kind, torch.tensor([FULL, ABSENT]))
         known = bool(((index >= 0) & (index < n)).all()) and bool(kinds.all())
@@ -219,7 +219,7 @@ def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
     )
     q_row, q_pos = (x.expand(plan.batch, h, -1)[..., :, None] for x in (part.q_row, span.q_pos))
     k_row, k_pos = (x.expand(plan.batch, h, -1)[..., None, :] for x in (span.k_row, span.k_pos))
-    kind = span.lists.table().repeat_interleave(bq, 2).repeat_interleave(bk, 3)
+    kind = span.lists.to_dense_table().repeat_interleave(bq, 2).repeat_interleave(bk, 3)
     gap = q_pos - k_pos
     outside = ((gap < span.lo) | (gap >= span.hi)) & (q_row >= 0)
     absent = (k_row < 0).expand_as(outside)
@@ -260,7 +260,7 @@ def check_pruner(pruner: TokenPruner, rounds: int, seed: int) -> None:
 def check_stages(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
     """Test the stages of a pruner on one prompt; raises `RecipeError` for a violation."""
     who, total, left = f"prune {pruner.name!r}", pruner.candidates(layout).numel(), layout
-    for stage in checked_stages(pruner, DEPTH):
+    for stage in check_pruning_stages(pruner, DEPTH):
         if not total and pruner.stage != "draft":
             return
         signals = random_signals(left, stage, seed)

@@ -155,7 +155,7 @@ class ModelAdapter(ABC):
         """Return the indices of the query heads that this process computes: under tensor parallelism, those of its shard."""
         return range(self.global_geometry(model).heads)
 
-    def folder(self, model: nn.Module) -> Path | None:
+    def model_folder(self, model: nn.Module) -> Path | None:
         """Return the local folder the model was loaded from, or None."""
         return None
 
@@ -164,7 +164,7 @@ class ModelAdapter(ABC):
         """Return the module whose forward takes ids, pixels and grids and merges visual features with text."""
 
     @abstractmethod
-    def text(self, model: nn.Module) -> nn.Module:
+    def text_model(self, model: nn.Module) -> nn.Module:
         """Return the language model, without its output head, of a vision-language `model`."""
 
     @abstractmethod
@@ -184,7 +184,7 @@ class ModelAdapter(ABC):
         """Return the language model's input embeddings [B, S, E], with visual features in place of their placeholders."""
 
     @abstractmethod
-    def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
+    def input_norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
         """Apply the input norm of `layer`, whose output enters the q/k/v projections, to hidden states [B, n, E]."""
 
     @abstractmethod
@@ -192,7 +192,7 @@ class ModelAdapter(ABC):
         """Return queries [B, H, n, D] of `layer` before RoPE for rows [B, n, E] of `norm`: affine but for a query norm."""
 
     @abstractmethod
-    def angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def rope_angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return RoPE's cosines and sines [1, 1, n, D] of `positions` [n] or [3, n], as the model makes them in `dtype`."""
 
     @abstractmethod
@@ -219,12 +219,12 @@ class ModelAdapter(ABC):
         """Return whether a family of model type "*" supports model type `kind`, which no other family supports."""
         return kind in self.model_types
 
-    def sampler(self, kind: type[nn.Module]) -> Any:
+    def tiny_model_factory(self, kind: type[nn.Module]) -> Any:
         """Return what creates tiny random models of class `kind` and prompts for them, for tests
         (`models.tiny.TinyModels`)."""
         raise ModelError(f"{self.name}: this family does not say how a tiny model of it is made.")
 
-    def check(self, model: nn.Module, recipe: Any) -> None:
+    def check_recipe(self, model: nn.Module, recipe: Any) -> None:
         """Raise `RecipeError` if the model cannot do what `recipe` asks; see `unable` and `rollback_limit`."""
         who, prune, draft = f"models of the family {self.name!r}", recipe.prune, recipe.draft
         asked = {
@@ -266,11 +266,11 @@ class ModelAdapter(ABC):
         """Return the `KVState` of all layers; `state(n)` opens the recipe's KV memory for n layers."""
         return state(view.geometry.layers)
 
-    def tree_mask(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
+    def tree_mask_argument(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
         """Return the plain model's mask argument for a token tree at `positions` [1, n]; additive `mask` [1, 1, n, N]."""
         return mask
 
-    def pass_info(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
+    def with_pass_info(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
         """Return `note` (`ForwardPassInfo`: facts of a forward pass for its layers) with facts read from the model's
         arguments `kwargs`; may remove some of these."""
         return note
@@ -308,7 +308,7 @@ class ModelView:
 
     @property
     def config_only(self) -> bool:
-        """Whether there are no weights; then `peer` models have none either, and nothing can be run."""
+        """Whether there are no weights; then those of `other_model_view` have none either, and nothing can be run."""
         return isinstance(self.model, ConfigOnlyModel)
 
     @property
@@ -316,22 +316,22 @@ class ModelView:
         return self.adapter.geometry(self.model)
 
     @property
-    def folder(self) -> Path | None:
-        return self.adapter.folder(self.model)
+    def model_folder(self) -> Path | None:
+        return self.adapter.model_folder(self.model)
 
     @property
     def device(self) -> torch.device:
         return home_device(self.model)
 
-    def norm(self, layer: int, hidden: Tensor) -> Tensor:
-        return self.adapter.norm(self.model, layer, hidden)
+    def input_norm(self, layer: int, hidden: Tensor) -> Tensor:
+        return self.adapter.input_norm(self.model, layer, hidden)
 
     def project_query(self, layer: int, rows: Tensor) -> Tensor:
         """Return queries as `ModelAdapter.project_query` does."""
         return self.adapter.project_query(self.model, layer, rows)
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self.adapter.angles(self.model, positions, dtype)
+    def rope_angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.adapter.rope_angles(self.model, positions, dtype)
 
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         return self.adapter.apply_rope(x, angles)
@@ -343,7 +343,9 @@ class ModelView:
         """Return a `Runner`, which prefills, decodes and rolls back one sequence on this model."""
         return self.adapter.runner(self.model)
 
-    def cached(self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda _: True) -> Any:
+    def get_or_create(
+        self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda _: True
+    ) -> Any:
         """Return the object cached under `name` until `release`; `make` creates it if it is missing or `use` rejects it."""
         if name in self._held and not use(self._held[name]):
             self._held.pop(name).close()
@@ -351,12 +353,12 @@ class ModelView:
             self._held[name] = make()
         return self._held[name]
 
-    def release(self) -> None:
+    def close_cached_objects(self) -> None:
         """Close and forget all objects cached by `cached`; called when the recipe is detached."""
         while self._held:
             self._held.popitem()[1].close()
 
-    def peer(self, model: str | nn.Module) -> ModelView:
+    def other_model_view(self, model: str | nn.Module) -> ModelView:
         """Return the view of another model: a module, or a folder, loaded once with this model's dtype and device."""
         if isinstance(model, str):
             if model not in self._loaded:
@@ -366,7 +368,7 @@ class ModelView:
         return ModelView(model, self.resolve(model), self.resolve)
 
     def causal_lm(self, model: str | nn.Module) -> ModelView | None:
-        """Return the view (see `peer`) of a causal language model without vision; None if `model` is of another kind."""
+        """Return the `other_model_view` of a causal language model without vision; None if `model` is of another kind."""
         given = self._loaded.get(model, model) if isinstance(model, str) else unwrap(model)
         found = self.adapter.causal_lm(given, self.model)
         if found is None:

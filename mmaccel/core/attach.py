@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from mmaccel.backends import select
 from mmaccel.core.adapter import Branches, ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrap
-from mmaccel.core.errors import ModelError, RecipeError, nearest, shown
+from mmaccel.core.errors import ModelError, RecipeError, nearest_name, quoted
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import KVState, StreamState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
-from mmaccel.core.prefill.prune import checked_stages
+from mmaccel.core.prefill.prune import check_pruning_stages
 from mmaccel.core.prefill.sparse import choose_backend
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
@@ -43,20 +43,21 @@ class StreamModel(ABC):
     """What a video stream needs of a model: features of frames, embeddings, rotary positions, forward passes, logits.
 
     It keeps nothing on the model between calls. Streams that share a model take `turns` on it. A unit (one step of time) is
-    `pace` frames of P tokens. Layer n is on ``layer_devices[n]``. E hidden size, V vocabulary.
+    `frames_per_unit` frames of P tokens. Layer n is on ``layer_devices[n]``. E hidden size, V vocabulary.
     """
 
     view: ModelView
-    pace: int
+    frames_per_unit: int
     dtype: torch.dtype
     device: torch.device
     layer_devices: list[torch.device]
     turns: FairLock
-    shares: bool = False  # whether it has `run_each` for answers
-    batched: Hashable | None = None  # what models have alike whose units it has `run_each` for; None: none
+    can_batch_answers: bool = False  # whether `run_batched_passes` runs answers
+    batched: Hashable | None = None
+    """What models have alike whose units `run_batched_passes` runs as one batch; None: it runs none."""
     text_around_unit: tuple[int, int] = (0, 0)
     """Tokens that `embed_units` puts before and behind the visual tokens of a unit."""
-    ready: Callable[[StreamState, RunningStates | None], Any] = staticmethod(lambda state, running: None)
+    warm_up_decoding: Callable[[StreamState, RunningStates | None], Any] = staticmethod(lambda *_: None)
     """Called before an answer's first token: does what its first decode step would else do once (capture CUDA graphs)."""
     pruned_per_unit: int | None = None
     """Tokens that the recipe's pruner drops of each unit (frame) before the language model; None without such a pruner."""
@@ -72,7 +73,7 @@ class StreamModel(ABC):
 
     @abstractmethod
     def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the visual features [n, P, E] of frames [n * pace, 3, H, W], resized to `size` if they do not fit it, and
+        """Return the visual features [n, P, E] of frames [T, 3, H, W], resized to `size` if they do not fit it, and
         features [m, E] of the tokens that end every video."""
 
     def resize_frames(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
@@ -93,7 +94,7 @@ class StreamModel(ABC):
         return self.embed_tokens(self.head_ids())
 
     @abstractmethod
-    def question(self, text: Any) -> Question:
+    def make_question(self, text: Any) -> Question:
         """Return the `Question` for `text`, asked after the video: a text or messages, or all ids [1, S] of a prompt."""
 
     @abstractmethod
@@ -105,7 +106,7 @@ class StreamModel(ABC):
         """Return the language model's input embeddings [n, E] of text token ids [n]."""
 
     @abstractmethod
-    def run(
+    def run_layers(
         self,
         state: StreamState,
         embeds: Tensor,
@@ -125,10 +126,10 @@ class StreamModel(ABC):
         E]; the key equal to the number of layers gets the last layer's output. `running` are recurrent states.
         """
 
-    def run_each(self, passes: Passes, embeds: Tensor, units: bool = False) -> Any:
+    def run_batched_passes(self, passes: Passes, embeds: Tensor, units: bool = False) -> Any:
         """Run one pass each for answers (or `units`) on several streams, as one batch (for each: pass, number of rows,
         `hidden`; see `run`). Returns the final hidden states, and errors by index."""
-        raise ModelError("run_each: this model cannot batch several streams; run them one by one.")
+        raise ModelError("run_batched_passes: this model cannot batch several streams; run them one by one.")
 
     def new_running_states(self) -> RunningStates | None:
         """Return fresh recurrent states for a stream, or None if no layer has any; they are passed to `run` as `running`."""
@@ -143,7 +144,7 @@ class StreamAdapter(StreamModel):
     """A `StreamModel` with its processor: also converts videos to frames, and questions and answers to ids and back."""
 
     @abstractmethod
-    def clips(
+    def iterate_clips(
         self, video: Any, fps: float | None, check: Callable[[], None] | None = None
     ) -> Generator[Clip, None, None]:
         """Yield `video` (frames, a `Video`, an iterator of these, or a path) as `Clip`s of frames; a path is read piece by
@@ -172,7 +173,7 @@ class StreamAdapter(StreamModel):
         """Return the text of token ids [n], without special tokens."""
 
     @abstractmethod
-    def signature(self) -> str:
+    def weights_checksum(self) -> str:
         """Return a short checksum of the weights, which differs between models and between trainings of one model."""
 
 
@@ -216,9 +217,8 @@ def family_of(kind: str) -> ModelFamily:
     families: dict[str, Any] = {t: one for one in known for t in one.model_types}
     form: Any = families.get(kind, families.pop("*", None))
     if form is None or not form().supports_model_type(kind):
-        raise ModelError(
-            f"model type {shown(kind)} is not supported; {nearest(kind, families)}there are {', '.join(sorted(families))}."
-        )
+        near, all_kinds = nearest_name(kind, families), ", ".join(sorted(families))
+        raise ModelError(f"model type {quoted(kind)} is not supported; {near}there are {all_kinds}.")
     return form()  # type: ignore[no-any-return]
 
 
@@ -251,7 +251,7 @@ class Accelerated:
             self._detach = self.adapter.attach(model, self)
         except BaseException:
             # What the draft holds, such as a process, is not left to whoever keeps the error.
-            self.view.release()
+            self.view.close_cached_objects()
             raise
 
     def __repr__(self) -> str:
@@ -326,7 +326,7 @@ class Accelerated:
         if self._detach is not None:
             self._detach()
             self._detach = None
-            self.view.release()
+            self.view.close_cached_objects()
 
     def __enter__(self) -> Accelerated:
         if self._detach is None:
@@ -366,7 +366,7 @@ def fit_recipe(recipe: Recipe, view: ModelView) -> Recipe:
     """
     check_sequences(recipe)
     recipe = _bound(recipe, view)
-    recipe.draft.check(view)
+    recipe.draft.check_target(view)
     return recipe
 
 
@@ -374,8 +374,8 @@ def _bound(recipe: Recipe, view: ModelView) -> Recipe:
     """A recipe whose parts serve a model; raises `RecipeError` for one that cannot, or for layers it lacks."""
     bound, depth = recipe.sparse.for_model(view), view.geometry.layers
     for pruner in filter(None, (recipe.prune, recipe.draft.pruner)):
-        checked_stages(pruner, depth)
-    view.adapter.check(view.model, recipe)
+        check_pruning_stages(pruner, depth)
+    view.adapter.check_recipe(view.model, recipe)
     if wrong := [n for n in recipe.dense_layers if n >= depth]:
         raise RecipeError(
             f"dense_layers: there is no layer {wrong[0]}; the model has layers 0 to {depth - 1}."

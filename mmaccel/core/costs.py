@@ -107,7 +107,7 @@ class PredictedCost:
         return self.question_s + self.work.answer * self.token_s
 
 
-def needs_session(recipe: Recipe, work: Workload) -> bool:
+def needs_video_session(recipe: Recipe, work: Workload) -> bool:
     """Return whether a `VideoSession` serves `work`, not a call of `generate`."""
     return work.live or work.questions > 1 or not recipe.kv.sequences
 
@@ -115,7 +115,7 @@ def needs_session(recipe: Recipe, work: Workload) -> bool:
 def overhead_key(recipe: Recipe, work: Workload) -> str:
     """Return the key under which a `DeviceRates` keeps the measured `MeasuredOverhead` of `recipe` for this kind of
     `work`: live, session or one call, and the recipe's fields except the draft."""
-    how = "live" if work.live else "session" if needs_session(recipe, work) else "call"
+    how = "live" if work.live else "session" if needs_video_session(recipe, work) else "call"
     told = {name: part for name, part in recipe.to_dict().items() if name != "draft"}
     return f"{how} {json.dumps(told, sort_keys=True, default=str)}"
 
@@ -135,16 +135,16 @@ class _Estimate:
         self, recipe: Recipe, sizes: ModelSizes, work: Workload, device: DeviceRates, draft: ModelSizes | None
     ) -> None:
         self.recipe, self.sizes, self.work, self.device, self.draft = recipe, sizes, work, device, draft
-        self.kept = recipe.kv.footprint(sizes.tokens, sizes.pace)
-        self.session = needs_session(recipe, work)
-        self.units = -(-work.frames // sizes.pace)
+        self.kept = recipe.kv.footprint(sizes.tokens, sizes.frames_per_unit)
+        self.session = needs_video_session(recipe, work)
+        self.units = -(-work.frames // sizes.frames_per_unit)
         self.units = min(self.units, self._of(self.kept.shown)) if self.kept.deferred else self.units
         self.size = sizes.dtype.itemsize
         self.other: _Estimate | None = None
         if draft is not None:
             # A session's draft watches the frames; in `generate` it reads what its pruner leaves of each unit.
             pruner, own = recipe.draft.pruner, Recipe(kv=recipe.kv)
-            share = 1.0 if self.session or pruner is None else pruner.stages(sizes.layers)[-1].share
+            share = 1.0 if self.session or pruner is None else pruner.pruning_stages(sizes.layers)[-1].share
             draft = replace(draft, tokens=max(1, round(draft.tokens * share)))
             self.other = _Estimate(own, draft, replace(work, live=self.session), device, None)
 
@@ -174,7 +174,7 @@ class _Estimate:
 
     def _of(self, frames: int | None) -> int:
         """Units that so many frames are; None: all."""
-        return self.units if frames is None else -(-frames // self.sizes.pace)
+        return self.units if frames is None else -(-frames // self.sizes.frames_per_unit)
 
     def _copied_s(self, columns: int) -> float:
         """Seconds of bringing so many columns, all that is seen, from the host, where the memory does so."""
@@ -264,7 +264,7 @@ class _Estimate:
         s, costs, pattern = self.sizes, self.device.attend, self.recipe.sparse
         causal = n * (2 * seen - n + 1) / 2
         if self.kept.window is not None and (self.work.live or not self.session):
-            under = n * min(seen, self.kept.window // s.pace * s.tokens)
+            under = n * min(seen, self.kept.window // s.frames_per_unit * s.tokens)
             causal = under if self.work.live else min(causal, under)
         dense = costs.dense(s.heads * causal)
         if pattern.dense or self.work.live or n < MIN_ROWS:
@@ -296,7 +296,9 @@ class _Estimate:
         starts = s.layers * self._launch_s * (SEARCHED if self.kept.recalled else ASKED)
         if not self.kept.recalled:
             return self._beside(work, starts) + TOKEN_S + self._copied_s(self._shown)
-        brought = 0 if self.kept.host == 0 else min(self.kept.recalled // s.pace, self.units) * s.tokens
+        brought = (
+            0 if self.kept.host == 0 else min(self.kept.recalled // s.frames_per_unit, self.units) * s.tokens
+        )
         wire = brought * s.kv_bytes_per_token / device.wire
         if not device.cuda:
             return work + starts + wire
@@ -335,11 +337,11 @@ class _Estimate:
         host = -(-host // SLAB) * SLAB
         host = min(host, work.host) if kept.evicts else host
         if kept.deferred:  # frames, a byte a value
-            host = min(-(-work.frames // s.pace), self._of(kept.host)) * s.pixels
+            host = min(-(-work.frames // s.frames_per_unit), self._of(kept.host)) * s.pixels
         # Of a session: keys as they were and turned, and values; what a question is shown stays where it was.
         ring, shown = (window * 3 // 2, self._shown) if self.session else (window, asked)
         if windowed:
-            held = ring + shown + min(self.units, kept.cache // s.pace) * s.tokens
+            held = ring + shown + min(self.units, kept.cache // s.frames_per_unit) * s.tokens
         for n, seen in self._passes():
             after = min(held, seen * 3 // 2) if windowed and work.live else _roomy(seen) * part
             # A windowed memory moves what is new when the pass has ended.

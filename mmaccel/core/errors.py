@@ -14,7 +14,7 @@ SHOWN = 60
 """Characters of a user's value that an error shows."""
 
 
-def shown(value: Any, most: int = SHOWN) -> str:
+def quoted(value: Any, most: int = SHOWN) -> str:
     """Return the repr of a value for an error message, cut to about `most` characters; reads only what it shows."""
     if most < 4:
         return "..."
@@ -36,16 +36,16 @@ def _listed(values: Collection[Any], most: int) -> str:
     text = begin
     for value in values:
         left = most - len(text) - 1
-        piece = shown(value, left)
+        piece = quoted(value, left)
         if isinstance(values, dict):
-            piece += f": {shown(values[value], left - len(piece))}"
+            piece += f": {quoted(values[value], left - len(piece))}"
         text += piece + ", "
         if len(text) > most:
             return text  # the caller cuts it; the values to come are not read
     return text.removesuffix(" " if end == ")" and len(values) == 1 else ", ") + end
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest_name(name: str, known: Iterable[str]) -> str:
     """Return the words "the nearest that is, is 'NAME'; " for the most similar of `known` names; "" if none is similar."""
     near = difflib.get_close_matches(str(name)[:SHOWN], list(known), n=1, cutoff=0.4)
     return f"the nearest that is, is {near[0]!r}; " if near else ""
@@ -141,7 +141,7 @@ class UnknownName(RecipeError):
         hint = f"did you mean {near[0]!r}{of}? {text[0].upper()}{text[1:]}" if near else text
         hint = f"{hint[:-1]}; {OWN}." if own else hint
         what = f"unknown {kind}" if owner is None else f"{owner} has no {kind}"
-        super().__init__(f"{what} {shown(given)}: {hint}")
+        super().__init__(f"{what} {quoted(given)}: {hint}")
 
 
 class ModelError(MmaccelError):
@@ -151,11 +151,13 @@ class ModelError(MmaccelError):
 def check_text(text: Any, what: str) -> str:
     """Return `text`; raise `ModelError`, which names it as `what`, if it is not a string that UTF-8 can encode."""
     if not isinstance(text, str):
-        raise ModelError(f"{what}: {shown(text)} is not text; give a string.")
+        raise ModelError(f"{what}: {quoted(text)} is not text; give a string.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ModelError(f"{what}: {shown(text)} has bytes that are not UTF-8; write it in UTF-8.") from error
+        raise ModelError(
+            f"{what}: {quoted(text)} has bytes that are not UTF-8; write it in UTF-8."
+        ) from error
     return text
 
 

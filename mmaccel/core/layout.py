@@ -197,9 +197,9 @@ class PositionIds:
     after one unit, `slope` how much a further unit adds to it; `limit` the length the model was made for; `after` [A, t]
     what the first t columns of the text add to its first position, if images are among them (None: their number).
 
-    With `pace`, positions are seconds: `record_unit_times` says when units were shown, and each has an *own* position from
-    its time, counted in slots, intervals of the even rate since the first unit; a unit of an even stream is in the slot of
-    its number. A unit between two slots gets the position of its second, one beyond `limit` that at the limit.
+    With `time_scale`, positions are seconds. `record_unit_times` says when units were shown; each unit has an *own* position
+    from its time, counted in slots: intervals of the even rate since the first unit. A unit between two slots gets the
+    position of the second in which it was shown; one beyond `limit` gets the position at the limit.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class PositionIds:
         text: int,
         slope: int,
         limit: int,
-        pace: TimeScale | None = None,
+        time_scale: TimeScale | None = None,
         after: Tensor | None = None,
     ) -> None:
         self._head, self._unit, self._make = head, unit, steps
@@ -223,7 +223,7 @@ class PositionIds:
         """1, or 3 for M-RoPE; and the positions that the model has."""
         self.moved, self.tokens = 1, unit.shape[1]
         """The first so many axes of a unit follow its number; and P, its tokens."""
-        self._pace, self._origin, self._slots = pace, 0.0, list[float]()
+        self._time_scale, self._origin, self._slots = time_scale, 0.0, list[float]()
         self._odd: int | None = (
             None  # the first unit that is not in the slot of its number; and what is added for each
         )
@@ -246,14 +246,14 @@ class PositionIds:
 
     def record_unit_times(self, first: int, times: Sequence[float]) -> None:
         """Record the times, in seconds, of units (frames) from `first` on; forget the times of later ones."""
-        pace = self._pace
-        if pace is None or first > len(self._slots):
+        time_scale = self._time_scale
+        if time_scale is None or first > len(self._slots):
             return
         self._slots = slots = self._slots[:first]  # a copy of these has what it had
         if not first and times:
             self._origin = times[0]
         for moment in times:
-            slot = (moment - self._origin) / pace.unit_s
+            slot = (moment - self._origin) / time_scale.unit_s
             even = float(round(slot))
             slots.append(even if abs(slot - even) < NEAR else slot)
         begin = 0 if self._odd is None else first
@@ -298,8 +298,8 @@ class PositionIds:
             self._upto(whole + 1)
             step = self._known[whole]
         else:
-            assert self._pace is not None
-            step = math.floor(slot * self._pace.unit_s * self._pace.per_second + NEAR * NEAR)
+            assert self._time_scale is not None
+            step = math.floor(slot * self._time_scale.unit_s * self._time_scale.per_second + NEAR * NEAR)
         return min(step, self.limit - 1 - self._last)
 
     # Units by number: all of them at an even rate, or ranks among those that are seen.
@@ -344,7 +344,7 @@ class PositionIds:
         first = self.by_time(units, more) if own else self.by_range(units, more)
         return torch.cat([first, self.text_positions(units + more, 0, count - pending)], -1)
 
-    def largest(self, units: int, own: bool = False) -> int:
+    def largest_position(self, units: int, own: bool = False) -> int:
         """Return the largest position of `units` units (frames) and a text token after them. `own`: by the units' times."""
         last = max(units, 1) - 1
         self._upto(last + 1)
@@ -361,7 +361,7 @@ class PositionIds:
         else:
             last = int(self.text_positions(whole, count - 1, 1).max())
             most = max(last, first + int(self.follows.max()))
-        return last, max(most, self.largest(whole, own)) + 1
+        return last, max(most, self.largest_position(whole, own)) + 1
 
     def fits_limit(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
         """Return whether the model has positions for a pass of `rows` columns and one more token (see `last_position`)."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from mmaccel.backends import measure, select
-from mmaccel.backends.measure import AttentionShape, Bench, Costs, LinearCost, bench, measure_costs
-from mmaccel.backends.select import Store
+from mmaccel.backends.measure import AttentionShape, Bench, Costs, LinearCost, measure_costs, measure_seconds
+from mmaccel.backends.select import CostFile
 from mmaccel.core.memory.buffers import total_host_bytes
 from mmaccel.core.prefill.sparse import planning_benchmark
 
@@ -35,7 +35,7 @@ class ModelSizes:
     layers, heads, kv_heads, head_dim, hidden, inner  of the language model; `inner`: the MLP's size
     weights, layer_weights, head_weights, tower_weights  parameters: all, of the decoder layers, the LM head, the tower
     tower_layers, tower_width, tower_inner  of the vision tower; `patch_row`: most elements that a patch takes in it
-    patches, tokens, pixels  of a unit, which is `pace` frames
+    patches, tokens, pixels  of a unit, which is `frames_per_unit` frames
     limit  positions that the model has; `dtype`: of weights and KV cache
     """
 
@@ -56,7 +56,7 @@ class ModelSizes:
     patches: int
     tokens: int
     pixels: int
-    pace: int
+    frames_per_unit: int
     limit: int
     dtype: torch.dtype = torch.bfloat16
 
@@ -100,12 +100,12 @@ class OverheadFile:
         device: torch.device,
         sizes: ModelSizes,
         label: str,
-        store: Store[MeasuredOverhead] | None = None,
+        store: CostFile[MeasuredOverhead] | None = None,
     ) -> None:
-        self._store = Store("sessions.json", MeasuredOverhead.from_dict) if store is None else store
+        self._store = CostFile("sessions.json", MeasuredOverhead.from_dict) if store is None else store
         shape = AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
         told = ", ".join(f"{name} {value}" for name, value in vars(sizes).items())
-        self._key = select.key_of(device, shape, (select.choose(device),), f"{label} | {told}")
+        self._key = select.cost_key(device, shape, (select.choose(device),), f"{label} | {told}")
 
     def get(self, way: str) -> MeasuredOverhead | None:
         """Return the surplus stored under `way` (`costs.overhead_key`), or None."""
@@ -213,17 +213,17 @@ def measure_device(
     step: Callable[[int], Any],
     few: Callable[[int], Any],
     pattern: Any,
-    store: Store[DeviceRates] | None = None,
-    bench: Bench = bench,
+    store: CostFile[DeviceRates] | None = None,
+    bench: Bench = measure_seconds,
 ) -> DeviceRates:
     """Return the rates of `device` for heads like the model's: from `store`, or measured in a few seconds and stored there.
     `step` runs that many small decoder layers on one row, `few` in a session's captured step; on CUDA, this and planning of
     `pattern` are timed too."""
     shape = AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
-    store = Store("rates.json", DeviceRates.from_dict) if store is None else store
+    store = CostFile("rates.json", DeviceRates.from_dict) if store is None else store
     cuda = device.type == "cuda"
     backend = select.choose(device)
-    key = select.key_of(device, shape, (backend,), "rates by layers and slabs")
+    key = select.cost_key(device, shape, (backend,), "rates by layers and slabs")
     found = store.get(key)
     if found is None:
         kernels = {backend: select.get(backend, device)}

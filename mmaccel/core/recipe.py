@@ -15,7 +15,7 @@ import yaml
 
 from mmaccel.backends import select
 from mmaccel.core.decoding.draft import DraftStrategy
-from mmaccel.core.errors import QUIET, ModelError, RecipeError, UnknownName, shown, warn
+from mmaccel.core.errors import QUIET, ModelError, RecipeError, UnknownName, quoted, warn
 from mmaccel.core.files import outside
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.prefill.prune import ScorePruner, TokenPruner
@@ -72,7 +72,7 @@ class Recipe:
                 object.__setattr__(self, name, value)
             if not isinstance(value, base) and (value is not None or name != "prune"):
                 raise RecipeError(
-                    f"{name}: {shown(value)} is not a {base.__name__}; give a name, a mapping with a name, or an instance."
+                    f"{name}: {quoted(value)} is not a {base.__name__}; give a name, a mapping with a name, or an instance."
                 )
             if value is not None:
                 check_registered(value)
@@ -80,13 +80,13 @@ class Recipe:
             raise UnknownName("backend", str(self.backend), ("auto", *select.BACKENDS))
         if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 64):
             raise RecipeError(
-                f"chunk: {shown(self.chunk)}; give at least 64 tokens, or null for the whole prompt at once."
+                f"chunk: {quoted(self.chunk)}; give at least 64 tokens, or null for the whole prompt at once."
             )
         if type(self.dense_tail) is not int or self.dense_tail < 0:
-            raise RecipeError(f"dense_tail: {shown(self.dense_tail)}; give a number of rows, 0 or more.")
+            raise RecipeError(f"dense_tail: {quoted(self.dense_tail)}; give a number of rows, 0 or more.")
         layers = self.dense_layers
         if not isinstance(layers, list | tuple) or any(type(n) is not int or n < 0 for n in layers):
-            raise RecipeError(f"dense_layers: {shown(layers)}; give a list of layer numbers, 0 or more.")
+            raise RecipeError(f"dense_layers: {quoted(layers)}; give a list of layer numbers, 0 or more.")
         object.__setattr__(self, "dense_layers", tuple(layers))
         check_policies_compatible(self)
 
@@ -105,12 +105,12 @@ class Recipe:
         version = fields.pop("version", VERSION)
         if type(version) is not int or not 1 <= version <= VERSION:
             raise RecipeError(
-                f"version: {shown(version)}; this mmaccel reads versions up to {VERSION}: give that, or update mmaccel."
+                f"version: {quoted(version)}; this mmaccel reads versions up to {VERSION}: give that, or update mmaccel."
             )
         known = [f.name for f in dataclasses.fields(cls)]
         for name in (*choices, *fields):
             if name not in known:
-                raise UnknownName("recipe field", name if isinstance(name, str) else shown(name), known)
+                raise UnknownName("recipe field", name if isinstance(name, str) else quoted(name), known)
         if isinstance(source, Recipe):
             return dataclasses.replace(source, **choices) if choices else source
         return cls(**{**fields, **choices})
@@ -135,7 +135,7 @@ def load_session_recipe(where: Path, saved: Mapping[str, Any], again: bool = Fal
         return Recipe.load({**saved, "kv": kv})
     except RecipeError as error:
         raise ModelError(
-            f"{where} was saved with kv {shown(kv, 120)}, and its recipe cannot be opened: {error}"
+            f"{where} was saved with kv {quoted(kv, 120)}, and its recipe cannot be opened: {error}"
         ) from error
     finally:
         QUIET.reset(token)
@@ -305,7 +305,7 @@ def read_recipe_fields(source: str | Path) -> dict[str, Any]:
     if text in FORMER:
         warn(f"recipe {text!r} is the former name; write {FORMER[text]!r}.")
         text = FORMER[text]
-    where = f"recipe {shown(text, outside.PATH)}"
+    where = f"recipe {quoted(text, outside.PATH)}"
     for kind in BASES:
         for name, cls in registry(kind).items():
             if cls.file is not None and text.endswith(cls.file[0]):
@@ -314,7 +314,7 @@ def read_recipe_fields(source: str | Path) -> dict[str, Any]:
         folder = Path(text).parent
         if not os.path.exists(text):
             raise RecipeError(
-                f"recipe: there is no file {shown(text, outside.PATH)}; give an existing YAML file, or a name "
+                f"recipe: there is no file {quoted(text, outside.PATH)}; give an existing YAML file, or a name "
                 "(`mmaccel list` has them)."
             )
         content = outside.read_text(Path(text), where, RecipeError, most=YAML_BYTES, fix="give a YAML file")

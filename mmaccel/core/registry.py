@@ -21,7 +21,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from mmaccel.core.errors import RecipeError, UnknownName, shown
+from mmaccel.core.errors import RecipeError, UnknownName, quoted
 
 C = TypeVar("C", bound=type)
 
@@ -36,6 +36,9 @@ _FORMER = """
     watch:open_stream notes:report_notes bind:for_model finish_intake:end_ingest take_hidden:receive_hidden
     note_written:record_written note_shown_columns:record_shown_columns note_listed_rows:record_sparse_rows
     on_stream:for_stream
+    stages:pruning_stages choose:choose_candidates score:score_candidates parts:build_plan_parts groups:modality_groups
+    probe:target_prefill_probe observe:observe_committed reorder:select_sequences for_layers:for_layer_share
+    buffers:layer_buffers check:check_target pruner:prompt_pruner context:searched_prompt_length
 """
 RENAMED = dict(pair.split(":") for pair in _FORMER.split())
 """Members of policies, memories and drafts, as earlier versions called them: former name -> name."""
@@ -111,7 +114,7 @@ class FieldLimit:
     def check(self, who: str, field: str, value: Any) -> None:
         """Raise `RecipeError`, which names policy `who` and `field`, if `value` is not allowed."""
         if not self.fits(value):
-            raise RecipeError(f"{who}: {field} is {shown(value)}; give {self.give}.")
+            raise RecipeError(f"{who}: {field} is {quoted(value)}; give {self.give}.")
 
 
 def _is_number(value: object) -> bool:
@@ -280,7 +283,7 @@ class Registry(Mapping[str, type[Any]]):
         ):
             named = part.get("name") if isinstance(part, Mapping) else getattr(part, "name", part)
             raise RecipeError(
-                f"{self.kind} {name!r} cannot use {field} {shown(named)}; leave it out, or take {self.kind} {having}."
+                f"{self.kind} {name!r} cannot use {field} {quoted(named)}; leave it out, or take {self.kind} {having}."
             )
 
     def build(self, name: str, fields: Mapping[str, Any] | None = None) -> Any:
@@ -295,12 +298,12 @@ class Registry(Mapping[str, type[Any]]):
             field = next(iter(given))
             having = self.matching_names_text(lambda one: field in {f.name for f in dataclasses.fields(one)})
             more = f", or take {self.kind} {having}" if having else ""
-            raise RecipeError(f"{self.kind} {name!r} has no fields; remove {shown(field)}{more}.")
+            raise RecipeError(f"{self.kind} {name!r} has no fields; remove {quoted(field)}{more}.")
         for field in given:
             if field not in known:
                 if field in BASES:
                     self.reject_unused_part(name, field, given[field])
-                unknown = field if isinstance(field, str) else shown(field)
+                unknown = field if isinstance(field, str) else quoted(field)
                 parts = [one for kind in PARTS if kind in known for one in registry(kind).values()]
                 own = [one.name for part in parts for one in dataclasses.fields(part)]
                 others = [*getattr(cls, "FORMER", ()), *own]
@@ -325,7 +328,7 @@ def _check_types(who: str, cls: type, given: Mapping[str, Any]) -> None:
         if type(value) not in kinds and not (type(value) is int and float in kinds):
             wanted = " or ".join(_WORDS[kind] for kind in kinds)
             text = "the text " if isinstance(value, str) else ""
-            raise RecipeError(f"{who}: {field} is {text}{shown(value)}; give {wanted}.")
+            raise RecipeError(f"{who}: {field} is {text}{quoted(value)}; give {wanted}.")
 
 
 _registries = {kind: Registry(kind) for kind in KINDS}

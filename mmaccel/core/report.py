@@ -176,7 +176,7 @@ class Meter(DraftRounds):
         """Forget all figures of the last call."""
         self.__init__()  # type: ignore[misc]
 
-    def begin(self, device: torch.device, acted_before: bool = False) -> None:
+    def begin_generation(self, device: torch.device, acted_before: bool = False) -> None:
         """Start measuring a generation: reset all figures and the device's peak memory, and start the clock."""
         self.clear()
         self.generating, self.acted_before = True, acted_before

@@ -330,7 +330,7 @@ def describe_decoding(tokens: int | None, rate: float | None) -> str:
 
 def describe_memory(kv: Fields) -> str:
     """Return in words what a KV memory holds, from its counters `kv`; "" if it holds nothing."""
-    parts = [size(kv["bytes"])] if kv.get("bytes") else []
+    parts = [bytes_text(kv["bytes"])] if kv.get("bytes") else []
     if held := kv.get("held"):
         mean = kv.get("held_mean", held)
         least = ", the mean of the layers" if mean < held else ""
@@ -369,7 +369,7 @@ def plural(count: int, thing: str) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
-def size(count: float) -> str:
+def bytes_text(count: float) -> str:
     """Format a number of bytes in MiB or GiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 

@@ -11,7 +11,7 @@ import sys
 
 import av.error
 
-from mmaccel.core.errors import VideoError, shown
+from mmaccel.core.errors import VideoError, quoted
 
 CONCAT = b"ffconcat version 1.0"
 LIST = "is a list of other files, not a video: name the files one by one."
@@ -31,7 +31,7 @@ def local_path(path: str) -> str:
 
 def format_path_for_error(path: str) -> str:
     """Format a path for an error message: one line, at most about 240 characters."""
-    return path if 0 < len(path) <= 240 and path.isprintable() else shown(path, 240)[1:-1] or '""'
+    return path if 0 < len(path) <= 240 and path.isprintable() else quoted(path, 240)[1:-1] or '""'
 
 
 def is_file(name: str, may_be_empty: bool = False) -> bool:

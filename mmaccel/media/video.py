@@ -93,14 +93,14 @@ class Video:
     def __len__(self) -> int:
         return int(self.frames.shape[0])
 
-    def at(self, which: slice | Sequence[int] | Tensor) -> Video:
+    def select_frames(self, which: slice | Sequence[int] | Tensor) -> Video:
         """Select frames of the video by a slice or list of numbers, with their times; other fields are unchanged."""
         chosen = which if isinstance(which, slice) else torch.as_tensor(which)
         return replace(self, frames=self.frames[chosen], times=self.times[chosen], clock=self.clock[chosen])
 
-    def cut(self, start: int, stop: int) -> Video:
+    def slice_frames(self, start: int, stop: int) -> Video:
         """Frames `start` up to `stop` of the video; the video itself if these are all."""
-        return self if start == 0 and stop == len(self) else self.at(slice(start, stop))
+        return self if start == 0 and stop == len(self) else self.select_frames(slice(start, stop))
 
 
 class FrameConverter:

@@ -42,7 +42,7 @@ def load_processor(
     if not isinstance(name, str | Path):
         kind = None if like is None else like.config.model_type  # type: ignore[union-attr]
         return stock.wrap_processor(name, kind, special_tokens=special_tokens)  # type: ignore[arg-type]
-    return stock.load(name, revision, special_tokens=special_tokens)
+    return stock.load_processor(name, revision, special_tokens=special_tokens)
 
 
 def _declare_operators() -> None:

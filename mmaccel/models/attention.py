@@ -338,7 +338,7 @@ class KVCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select the batch rows `beam_idx` [B'] of keys, values and token layout, for beam search."""
-        self.state.reorder(beam_idx)
+        self.state.select_sequences(beam_idx)
         for one in self.states.values():
             one.reorder_cache(beam_idx)
         if (known := self.sequence) is not None:

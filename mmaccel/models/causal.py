@@ -25,7 +25,7 @@ class TextModelMixin:
     def multimodal(self, model: nn.Module) -> nn.Module:
         return model.base_model  # type: ignore[return-value]
 
-    text = multimodal
+    text_model = multimodal
 
     def layout(self, model: nn.Module, inputs: Inputs) -> TokenLayout:
         return TokenLayout.text(*inputs["input_ids"].shape)

@@ -116,8 +116,8 @@ def _conversation(content: Any, images: Any, videos: Any) -> Conversation:
         content = [{"type": "text", "text": content}]
     if not _listed(content) or any(not isinstance(piece, Mapping) for piece in content):
         raise ModelError(
-            f"content: {errors.shown(content)} is not a prompt; give a text, or a list of pieces or messages; for a batch a "
-            "list of these, and videos=[...] with an entry for each."
+            f"content: {errors.quoted(content)} is not a prompt; give a text, or a list of pieces or messages; for "
+            "a batch a list of these, and videos=[...] with an entry for each."
         )
     if not content and not ahead:
         raise ModelError("content: it is an empty list; ask something.")
@@ -135,7 +135,7 @@ def _conversation(content: Any, images: Any, videos: Any) -> Conversation:
             pieces = [{"type": "text", "text": pieces}]
         if not _listed(pieces):
             raise ModelError(
-                f"content: a message holds {errors.shown(pieces)}; give it a text or pieces as 'content'."
+                f"content: a message holds {errors.quoted(pieces)}; give it a text or pieces as 'content'."
             )
         bare.append({**message, "content": [_without(piece, shown) for piece in pieces]})
     return bare, shown["image"], shown["video"]
@@ -144,18 +144,18 @@ def _conversation(content: Any, images: Any, videos: Any) -> Conversation:
 def _without(piece: Any, shown: dict[str, list[Any]]) -> dict[str, Any]:
     """The piece as the template may see it; its image or video is put aside, in order."""
     if not isinstance(piece, Mapping):
-        raise ModelError(f"content: {errors.shown(piece)} is not a piece; give a mapping with its type.")
+        raise ModelError(f"content: {errors.quoted(piece)} is not a piece; give a mapping with its type.")
     kind = piece.get("type")
     if kind == "text":
         return {"type": "text", "text": check_text(piece.get("text"), "content")}
     if not isinstance(kind, str) or kind not in shown:
         raise ModelError(
-            f"a piece of type {errors.shown(kind)} is not known: use 'text', 'image' or 'video'."
+            f"a piece of type {errors.quoted(kind)} is not known: use 'text', 'image' or 'video'."
         )
     name = next((name for name in (kind, "path", "url") if name in piece), None)
     if name is None:
         raise ModelError(
-            f"a piece of type {errors.shown(kind)} holds no {kind}: give it under {errors.shown(kind)}."
+            f"a piece of type {errors.quoted(kind)} holds no {kind}: give it under {errors.quoted(kind)}."
         )
     shown[kind].append(piece[name])
     return {"type": kind}

@@ -31,8 +31,8 @@ from mmaccel.models.layer_step import (
     Weights,
     as_standard_rms_norm,
     build_layer_steps,
-    project,
-    weights,
+    gather_linear_weights,
+    norm_and_project,
 )
 from mmaccel.models.modules import is_plain_linear
 from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, restore_states_on_error
@@ -64,12 +64,12 @@ def can_capture_decode(model: nn.Module, family: Any, cache: Any, also: Sequence
         return False
     if state is not None and (not state.in_place or owner is None):
         return False
-    layers: list[Any] = list(getattr(family.text(model), "layers", ()))
-    activation = getattr(family.text(model).config, "hidden_act", "")
+    layers: list[Any] = list(getattr(family.text_model(model), "layers", ()))
+    activation = getattr(family.text_model(model).config, "hidden_act", "")
     if not layers or not can_fuse_layers(layers, activation, family):
         return False
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    ends: list[Any] = [model.get_input_embeddings(), family.text(model).norm, head]  # type: ignore[operator]
+    ends: list[Any] = [model.get_input_embeddings(), family.text_model(model).norm, head]  # type: ignore[operator]
     inner = [module for part in (*layers, *ends) for module in part.modules()]
     return (
         is_plain_linear(head)
@@ -149,9 +149,9 @@ class DeviceDecodeStep:
             self.looks.copy_(query[:, :, :1])
         if self.ends is None:
             return x.rows
-        return project(x, *self.ends).view(*columns.shape, -1)
+        return norm_and_project(x, *self.ends).view(*columns.shape, -1)
 
-    def run(
+    def run_layers(
         self,
         given: Tensor,
         held: int,
@@ -162,7 +162,7 @@ class DeviceDecodeStep:
     ) -> Tensor:
         """Run these layers on `given`, ids [1, count] or hidden states [width, E], after `held` cached tokens. Returns
         logits [1, width, V] or hidden states, in a buffer that the next call overwrites. `carried`: slots of recurrent
-        states and the arguments of `delta_rows`."""
+        states and the arguments of `deltanet_rows`."""
         room, tree, sees = self.replays.get_buffer, branches is not None, None
         shape = (1, width) if given.dtype == torch.long else tuple(given.shape)
         place, start = room("given", shape, given.dtype), room("start", (1, 1), torch.long)
@@ -172,7 +172,7 @@ class DeviceDecodeStep:
         carries = None
         if carried is not None:
             told = room("told", (1, 4), torch.long).copy_(torch.tensor([carried[1]]))
-            carries = StepStates(told, carried[0].all_slots())
+            carries = StepStates(told, carried[0].journals_and_states())
         depth = room("depth", (1, width), torch.long)
         if branches is not None:
             sees = room("sees", (width,), torch.long)
@@ -203,7 +203,7 @@ class SequenceDecodeSteps:
         self._laid: Any = None
         self._state_slots: StateSlots | None = None
 
-    def width(self, count: int, branches: Branches | None) -> int | None:
+    def padded_row_count(self, count: int, branches: Branches | None) -> int | None:
         """The number of rows that a step of `count` rows is padded to; None if no graph is that wide, or if the draft tree
         does not fit the 64-bit mask of `decode_attend`."""
         width = next((rows for rows in self.rows if rows >= count), None)
@@ -228,7 +228,7 @@ class SequenceDecodeSteps:
                 self._state_slots = self._state_slots or StateSlots([one.module for one in carried])
                 own = self._state_slots, self._state_slots.begin_step(carried, count)
             for part in parts:
-                out = part.run(out, held, count, width, branches, own)
+                out = part.run_layers(out, held, count, width, branches, own)
                 if part.looks is not None:
                     assert isinstance(state, PrunedKVState)
                     self._look(state, part, part.looks, held, count)
@@ -238,7 +238,7 @@ class SequenceDecodeSteps:
     def build_steps(self, state: KVState, delta: int, room: int) -> list[DeviceDecodeStep]:
         """Build the decode steps, device by device, over KV buffers with room for `room` more tokens. Graphs that were
         captured over buffers since replaced are dropped."""
-        buffers = state.buffers(room)
+        buffers = state.layer_buffers(room)
         laid = delta, [state.count_dropped(layer) for layer in range(len(buffers))]
         same = self.parts and all(a[0] is b[0] for a, b in zip(buffers, self._buffers, strict=True))
         if same and laid == self._laid:
@@ -282,7 +282,7 @@ class SequenceDecodeSteps:
                 # Text after the prompt has the same position on every axis.
                 positions = torch.arange(like.shape[2], device=home) + (0 if anew else lacks + delta)
                 axes = positions.expand(3, -1) if family.mrope else positions
-                rope = torch.stack([angle[0] for angle in family.angles(self.model, axes, like.dtype)])
+                rope = torch.stack([angle[0] for angle in family.rope_angles(self.model, axes, like.dtype)])
                 bias = None
                 if after:
                     assert isinstance(state, PrunedKVState)
@@ -298,7 +298,7 @@ class SequenceDecodeSteps:
         last = part.buffers[-1][0]
         assert isinstance(last, Tensor)
         key = last[:, :, : held + 1 - part.held[-1].lacks]
-        shown = state.recall(looks, key) if count == 1 else None
+        shown = state.choose_visible_columns(looks, key) if count == 1 else None
         # Layers that hold the sequence alike share one.
         for one in {id(one): one for part in self.parts for one in part.held}.values():
             if one.bias is not None:
@@ -319,13 +319,15 @@ def build_device_layer_steps(
     ends = [0, *(n + 1 for n in range(len(layers)) if n not in states)]
     first = ends[numbers[0]]
     some = layers[first : None if last else ends[numbers[-1] + 1]]
-    return build_layer_steps(some, family, family.text(model).norm if last else None, first - numbers[0])
+    return build_layer_steps(
+        some, family, family.text_model(model).norm if last else None, first - numbers[0]
+    )
 
 
 def final_norm_and_lm_head(model: nn.Module, family: Any) -> tuple[Any, Weights]:
     """The model's final norm and the weights of its LM head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
-    return as_standard_rms_norm(family.text(model).norm, family), weights(head)
+    return as_standard_rms_norm(family.text_model(model).norm, family), gather_linear_weights(head)
 
 
 def _words(branches: Branches, width: int) -> Tensor:

@@ -37,7 +37,7 @@ def _convolved(
 ) -> Any:
     """The convolution of hidden [B, C, S] and its activation. The result lies row by row, as it is read."""
     packed = any(told.get(name) is not None for name in PACKED)
-    same = hidden.dtype == weight.dtype and layer_ops.fusible(hidden)
+    same = hidden.dtype == weight.dtype and layer_ops.can_fuse(hidden)
     if bias is not None or activation != "silu" or packed or not same or torch.is_grad_enabled():
         return whole(hidden, weight, bias, activation=activation, **told)
     return delta.convolve_silu(hidden.mT, weight).mT
@@ -45,7 +45,7 @@ def _convolved(
 
 def _gated_norm(module: Any, whole: Callable[..., Any], hidden: Tensor, gate: Tensor) -> Any:
     same = hidden.dtype == gate.dtype == module.weight.dtype and hidden.device == module.weight.device
-    same = same and layer_ops.fusible(hidden)
+    same = same and layer_ops.can_fuse(hidden)
     if not same or torch.is_grad_enabled():
         return whole(hidden, gate)
     return delta.gated_rms_norm(hidden, gate, module.weight, module.variance_epsilon)

@@ -73,7 +73,7 @@ def expand_image_placeholders(adapter: Any, question: Question, images: Sequence
     inputs = {**made, "input_ids": ids[None]}
     if kinds is not None:
         inputs["mm_token_type_ids"] = family.token_modalities(model.config, ids[None]).int()
-    with adapter.busy():
+    with adapter.hold_model():
         embeds = deepstack.join_prompt_deepstack(family.forward_inputs(model, inputs))[0]
     layout = family.layout(model, inputs)
     layout = replace(layout, position=torch.arange(len(ids), device=layout.device)[None]).to(adapter.device)

@@ -20,7 +20,7 @@ from mmaccel.models.prompt_stream import PromptStreamRunner, open_prompt_runner
 from mmaccel.models.sequences import (
     STATEFUL,
     CachedDraftState,
-    Sampling,
+    SamplingDistribution,
     StreamCache,
     allowed_tokens_for_sequence,
     cache_length,
@@ -165,7 +165,7 @@ class _Sequence:
         streams = not attachment.owner.recipe.kv.sequences
         if kwargs.get("past_key_values") is None and not streams:
             # One of a batch, whose cache and layout are not its own.
-            kwargs["past_key_values"] = attachment.cache()
+            kwargs["past_key_values"] = attachment.open_kv_cache()
             attachment.prepare_layout(kwargs)
         kwargs = drop_padding(attachment, kwargs)
         kwargs = kwargs if streams else attachment.limit_to_max_positions(kwargs)
@@ -185,7 +185,7 @@ class _Sequence:
             attachment.running.layout = None
         try:
             # Only here: the features of the prompt's pass are gone, and a draft that reads now takes their place.
-            self.decoding.advance()
+            self.decoding.commit_next_tokens()
         except BaseException:
             self.decoding.close()
             self.runner.sync_cache()
@@ -229,7 +229,7 @@ class _Sequence:
         prompt = Prompt(
             inputs=given if past is None else {**given, "position_ids": None},
             ids=input_ids,
-            warp=Sampling(logits_processor, options.do_sample) if warped else None,
+            warp=SamplingDistribution(logits_processor, options.do_sample) if warped else None,
             generator=self._generator,
             max_new_tokens=most,
             past=past,
@@ -278,13 +278,13 @@ class _Sequence:
                 begin_draft(prompt)
             with careful.drop_on_error() as state:
                 if state is not None:
-                    pruner, probe = state.pruner(draft.pruner), state.probe()
+                    pruner, probe = state.prompt_pruner(draft.pruner), state.target_prefill_probe()
             if pruner is not None:
                 layout, new = attachment.family.layout(attachment.model, given), None
                 if past is not None:
                     layout, new = past.append_turn(layout), layout.length
                 self._listener = listener = DraftPruningProbe(
-                    owner, pruner, layout, keep, careful.drop, new, turn.heard, self._lasts
+                    owner, pruner, layout, keep, careful.drop_draft, new, turn.heard, self._lasts
                 )
             probes = [one for one in (probe, listener) if one is not None]
             inputs = (

@@ -62,7 +62,7 @@ class Family(ModelFamily):
     rotate_function         name of the function by which attention modules apply RoPE to pairs of halves; "": other pairs
     partial_rotary          whether that is to the first dimensions of a head alone
     adjacent_rotary         whether RoPE pairs adjacent dimensions, not the halves of what it turns
-    vision_rotate_function  the same in the vision tower that `window_attention` returns
+    vision_rotate_function  the same in the vision tower that `window_attention_tower` returns
     replaced_methods        methods of the multimodal model -> what runs instead, `ours(original, *args, **kwargs)`
     tiny                    model type -> configuration of a tiny test model (`tiny.py`)
     mixes_modalities        whether one prompt may hold both images and videos
@@ -102,7 +102,7 @@ class Family(ModelFamily):
 
         return HFRunner.open(model, self, state)
 
-    def sampler(self, kind: type[nn.Module]) -> Any:
+    def tiny_model_factory(self, kind: type[nn.Module]) -> Any:
         from mmaccel.models.tiny import TinyModels
 
         return TinyModels(self, kind)
@@ -127,7 +127,7 @@ class Family(ModelFamily):
         found = load_text_model(model, like) if isinstance(model, str) else model
         return (found, CausalLM()) if found is not None and causal.is_causal_lm(found) else None
 
-    def pace(self, model: nn.Module) -> int:
+    def frames_per_unit(self, model: nn.Module) -> int:
         """Number of frames that the vision tower merges into one temporal patch."""
         return int(getattr(getattr(model.config, "vision_config", None), "temporal_patch_size", None) or 1)
 
@@ -141,7 +141,7 @@ class Family(ModelFamily):
             return whole
         return replace(whole, heads=heads // size, kv_heads=groups // size)
 
-    def check(self, model: nn.Module, recipe: Any) -> None:
+    def check_recipe(self, model: nn.Module, recipe: Any) -> None:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         if has_sliding_window(config) and not self.sliding_layers(model):
             raise ModelError(
@@ -150,7 +150,7 @@ class Family(ModelFamily):
             )
         if recipe.prune is not None:
             signals.check_vision_tower(self, model, recipe.prune)
-        super().check(model, recipe)
+        super().check_recipe(model, recipe)
 
     def global_geometry(self, model: nn.Module) -> Geometry:
         config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
@@ -174,23 +174,23 @@ class Family(ModelFamily):
         return {**super().fingerprint(model), "rope": {x: rope[x] for x in _ROPE if rope.get(x) is not None}}
 
     def weights_digest(self, model: nn.Module) -> str | None:
-        return None if isinstance(model, ConfigOnlyModel) else shards.digest(model, self.attentions(model))
+        return None if isinstance(model, ConfigOnlyModel) else shards.checksum(model, self.attentions(model))
 
     def local_heads(self, model: nn.Module) -> range:
         return shards.local_heads(model, len(super().local_heads(model)))
 
-    def folder(self, model: nn.Module) -> Path | None:
+    def model_folder(self, model: nn.Module) -> Path | None:
         source = getattr(model.config, "_name_or_path", "")
         return Path(source) if source and Path(source).is_dir() else None
 
     def multimodal(self, model: nn.Module) -> nn.Module:
         return model.model  # type: ignore[return-value]
 
-    def text(self, model: nn.Module) -> nn.Module:
+    def text_model(self, model: nn.Module) -> nn.Module:
         return self.multimodal(model).language_model  # type: ignore[return-value]
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
-        return self.text(model).layers  # type: ignore[return-value]
+        return self.text_model(model).layers  # type: ignore[return-value]
 
     def attended_layers(self, model: nn.Module) -> Sequence[Any]:
         """The decoder layers with keys and values, in the order by which memories, pruners and recipes number them."""
@@ -210,10 +210,10 @@ class Family(ModelFamily):
         modules: list[Any] = self.attentions(model) if self.recurrent_layers(model) else []
         return {LAYERS: {one.layer_idx: n for n, one in enumerate(modules)}} if modules else {}
 
-    def rotary(self, model: nn.Module) -> nn.Module:
-        return self.text(model).rotary_emb  # type: ignore[return-value]
+    def rotary_module(self, model: nn.Module) -> nn.Module:
+        return self.text_model(model).rotary_emb  # type: ignore[return-value]
 
-    def window_attention(self, model: nn.Module) -> nn.Module | None:
+    def window_attention_tower(self, model: nn.Module) -> nn.Module | None:
         """The vision tower if it uses window attention, which the family's `batch_windows` batches; else None."""
         return None
 
@@ -223,7 +223,7 @@ class Family(ModelFamily):
     def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
         return model.get_output_embeddings()(hidden)  # type: ignore[operator, no-any-return]
 
-    def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
+    def token_grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
         """Token grids (`Grid`) of a prompt's images and of its videos, each list in order of appearance over the batch."""
         raise self._lacks("how its visual tokens are laid out")
 
@@ -283,7 +283,7 @@ class Family(ModelFamily):
         valid = mask[:, -ids.shape[1] :].bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
         if not bool((modality != TEXT).any()):
             return TokenLayout.build(modality, valid=valid)
-        images, videos = self.grids(model, inputs)
+        images, videos = self.token_grids(model, inputs)
         fields = token_grid_fields(modality, {IMAGE: iter(images), VIDEO: iter(videos)})
         asked = question_token_mask(model, ids, modality, fields["segment"])
         return TokenLayout.build(modality, valid=valid, asked=asked, **fields)
@@ -295,7 +295,7 @@ class Family(ModelFamily):
             return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return (mask.long().cumsum(1) - 1).clamp(min=0)
 
-    def step_positions(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
+    def time_step_positions(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
         """First RoPE coordinate of each time step of a video relative to time step 0, long [units]."""
         frame = self.layout(model, {**inputs, "attention_mask": None}).frame
         return torch.arange(units, device=frame.device) * int((frame == 0).sum())
@@ -324,7 +324,7 @@ class Family(ModelFamily):
                 raise Stop
 
         with Hooks() as hooks, suppress(Stop):
-            hooks.add_pre_hook(self.text(model), catch)
+            hooks.add_pre_hook(self.text_model(model), catch)
             self.multimodal(model)(**inputs, use_cache=False)
         return caught[0]
 
@@ -335,11 +335,11 @@ class Family(ModelFamily):
         rows = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(features)
         return rows.to(home_device(model), self.token_embedding(model).weight.dtype)
 
-    def pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
+    def split_pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
         """Pixels [T, ...] of the one video of `inputs`, a row per frame; and a function from such rows to inputs."""
         raise self._lacks("which pixels are a frame's")
 
-    def patches(self, model: nn.Module, pixels: Tensor) -> int:
+    def count_patches(self, model: nn.Module, pixels: Tensor) -> int:
         """Number of patches that the vision tower makes of `pixels`."""
         raise self._lacks("how many patches its vision tower sees")
 
@@ -354,7 +354,7 @@ class Family(ModelFamily):
         """
         raise self._lacks("how its visual inputs are cut")
 
-    def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
+    def input_norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
         return fused_norm(self.attended_layers(model)[layer].input_layernorm, hidden, self)
 
     def project_query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
@@ -371,12 +371,12 @@ class Family(ModelFamily):
         norm = getattr(own, f"{which}_norm", None)
         return (out if norm is None else norm(out)).transpose(1, 2)
 
-    def angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        rotary: Any = self.rotary(model)
+    def rope_angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        rotary: Any = self.rotary_module(model)
         plain = type(rotary).__name__ in self.plain_rotary and getattr(rotary, "rope_type", None) == "default"
         if plain and positions.ndim == 1:
-            pace = rotary.inv_freq.to(positions.device, torch.float32)
-            cos, sin = layer_ops.rope_angles(positions, pace, rotary.attention_scaling, dtype)
+            inverse = rotary.inv_freq.to(positions.device, torch.float32)
+            cos, sin = layer_ops.rope_angles(positions, inverse, rotary.attention_scaling, dtype)
             return cos[None, None], sin[None, None]
         like = torch.empty(0, dtype=dtype, device=positions.device)
         # Past the module's hooks, for a hook of a stream gives no rotation.
@@ -389,7 +389,7 @@ class Family(ModelFamily):
         return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
 
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        if layer_ops.fusible(x):
+        if layer_ops.can_fuse(x):
             cos, sin = (angle[:, 0] for angle in angles)
             layer_ops.rotate_(x[..., : cos.shape[-1]], cos, sin, self.adjacent_rotary)
         else:

@@ -24,11 +24,11 @@ class ModuleFingerprint:
         # Held, so that no other object comes by the identity of one of them.
         self._held, self._mark = self._look(roots)
 
-    def same(self, modules: Sequence[nn.Module]) -> bool:
+    def is_unchanged(self, modules: Sequence[nn.Module]) -> bool:
         """Whether `modules` are those of the snapshot and unchanged. In-place changes of weight values do not count."""
         return self._look(modules)[1] == self._mark
 
-    def hooked(self) -> bool:
+    def has_hooks(self) -> bool:
         """Whether any module of the snapshot has a forward hook that must run."""
         return has_foreign_hooks(self._all)
 
@@ -80,7 +80,7 @@ def _slides(attention: Any) -> bool:
 
 
 def _loose(experts: Any) -> bool:
-    """Whether `expert_rows` computes what `experts` do: no adapter, no quantized weight."""
+    """Whether `expert_mlp` computes what `experts` do: no adapter, no quantized weight."""
     own = dict(experts.named_parameters())
     kinds = {type(one) for one in own.values()}
     return own.keys() == {"gate_up_proj", "down_proj"} and kinds == {nn.Parameter} and not experts._buffers

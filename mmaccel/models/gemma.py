@@ -72,7 +72,7 @@ class Gemma3(Generic):
         types = self.token_modalities(config, made["input_ids"]).clamp(max=self.max_token_type)
         return {**made, self.token_types: types}
 
-    def check(self, model: nn.Module, recipe: Any) -> None:
+    def check_recipe(self, model: nn.Module, recipe: Any) -> None:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
             raise ModelError(
@@ -82,7 +82,7 @@ class Gemma3(Generic):
             raise ModelError(
                 "attn_logit_softcapping: mmaccel does not support soft-capped attention scores; set it to None."
             )
-        super().check(model, recipe)
+        super().check_recipe(model, recipe)
 
     def config_geometry(self, config: Any, layers: int) -> Geometry:
         # Of a layer of full attention, whose heads may be larger.
@@ -115,12 +115,12 @@ class Gemma3(Generic):
     def bidirectional_image_layers(self, model: nn.Module) -> frozenset[int]:
         return frozenset(range(self.geometry(model).layers))
 
-    def tree_mask(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
+    def tree_mask_argument(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
         columns = torch.arange(mask.shape[-1], device=mask.device)
         far = positions[0, :, None] - columns >= max(self.sliding_layers(model).values(), default=1 << 62)
         return dict(zip(KINDS, (mask, mask.masked_fill(far, torch.finfo(mask.dtype).min)), strict=True))
 
-    def pass_info(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
+    def with_pass_info(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
         mask, types = kwargs.get("attention_mask"), kwargs.get(self.token_types)
         if isinstance(mask, dict):
             return note

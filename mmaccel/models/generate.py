@@ -161,9 +161,11 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
     if given and not streams and isinstance(ids, Tensor):
         check_next_turn(attachment, kwargs, ids)
     if not (streams or given) and (caches or draft or not isinstance(ids, Tensor)):
-        kwargs["past_key_values"] = attachment.cache()
+        kwargs["past_key_values"] = attachment.open_kv_cache()
     meter = attachment.owner.attention.meter
-    meter.begin(attachment.owner.view.device, getattr(kwargs.get("past_key_values"), "read_sparsely", False))
+    meter.begin_generation(
+        attachment.owner.view.device, getattr(kwargs.get("past_key_values"), "read_sparsely", False)
+    )
     if streams:
         attachment.owner.clear_kv_counters()
     cache, outer = kwargs.get("past_key_values"), dict(attachment.running.__dict__)
@@ -265,7 +267,7 @@ def _draft_rests(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> bool
     elif tensor_parallel_size(attachment.model) > 1:
         why = "under tensor parallelism processes that go by their own clocks would part"
     else:
-        why = times.why_not(count, prompt_length(kwargs))
+        why = times.why_draft_is_slower(count, prompt_length(kwargs))
     if why is None:
         return False
     message = f"it does not draft in a batch of {count}: {why}"
@@ -359,7 +361,7 @@ class DecodeTimings:
         if steps >= STEPS and meter.first is not None and meter.last is not None:
             self.plain_s[key] = [*self.plain_s.get(key, []), (meter.last - meter.first) / steps][-TIMED:]
 
-    def why_not(self, batch: int, length: int) -> str | None:
+    def why_draft_is_slower(self, batch: int, length: int) -> str | None:
         """Why a draft would not speed up a batch of this size on prompts of `length` tokens; None if it would."""
         size, held = length.bit_length(), self.drafted_s
         timed = self.plain_s.get((batch, size), [])

@@ -176,7 +176,7 @@ class Generic(Family):
         patch = int(model.config.vision_config.patch_size)  # type: ignore[union-attr, arg-type]
         return int(grid[0, 1]) * patch, int(grid[0, 2]) * patch
 
-    def pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
+    def split_pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
         (name, pixels), grid = _shown(inputs), inputs.get(GRIDS[VIDEO])
         if grid is None:
             shape = (1,) * (pixels.ndim == 5)
@@ -226,10 +226,10 @@ class Generic(Family):
     def multimodal(self, model: nn.Module) -> nn.Module:
         return model.base_model  # type: ignore[return-value]
 
-    def text(self, model: nn.Module) -> nn.Module:
+    def text_model(self, model: nn.Module) -> nn.Module:
         return model.get_decoder()  # type: ignore[operator, no-any-return]
 
-    def patches(self, model: nn.Module, pixels: Tensor) -> int:
+    def count_patches(self, model: nn.Module, pixels: Tensor) -> int:
         return 0  # its tower is never run in parts
 
     def given_modalities(self, inputs: Inputs) -> set[int]:
@@ -256,7 +256,7 @@ class Generic(Family):
             token for kind in ("image", "video") if (token := _token(model.config, kind)) is not None
         )
 
-    def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
+    def token_grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
         rows = self.token_modalities(model.config, inputs["input_ids"]).tolist()
         images, videos = ([_runs(row, kind) for row in rows] for kind in (IMAGE, VIDEO))
         frames, runs = _frames(inputs), list(chain.from_iterable(videos))
@@ -302,12 +302,12 @@ class UnlistedFamily(Generic):
 
         return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-    def check(self, model: nn.Module, recipe: Any) -> None:
+    def check_recipe(self, model: nn.Module, recipe: Any) -> None:
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         kind = str(model.config.model_type)  # type: ignore[union-attr]
         if why := self._odd(model, config):
             raise ModelError(f"model type {kind!r} is not supported: {why}.")
-        super().check(model, recipe)
+        super().check_recipe(model, recipe)
         if kind not in _TOLD:
             _TOLD.add(kind)
             warn(

@@ -57,7 +57,7 @@ class ModelAttachment(AttachmentBase):
     def __init__(self, owner: Accelerated, generate: Callable[..., Any], draft_times: Any) -> None:
         """`generate` is given this and the arguments of the model's own; `draft_times` are its `DecodeTimings`."""
         model, family = owner.model, owner.adapter
-        self.multimodal, self.text = family.multimodal(model), family.text(model)
+        self.multimodal, self.text = family.multimodal(model), family.text_model(model)
         super().__init__(model, model_lock(self.text))
         self.family: Any = family
         self.owner, self._generate = owner, generate
@@ -79,7 +79,7 @@ class ModelAttachment(AttachmentBase):
         hooks.wrap(model, "generate", self._call, functools.partial(self._generate, self))
         hooks.wrap(self.multimodal, "forward", self._call, self._multimodal_forward)
         self.forbid_copying(model, self.multimodal, self.text)
-        self.gate.drain("accelerate", (model, self.multimodal, self.text))
+        self.gate.wait_for_running_calls("accelerate", (model, self.multimodal, self.text))
         hooks.callback(self._rope_back, self.multimodal.__dict__.get("rope_deltas"))
         self.shared: Any = self.text.config
         hooks.set_attention(
@@ -109,7 +109,7 @@ class ModelAttachment(AttachmentBase):
         if "rope_deltas" in self.multimodal.__dict__:
             self.multimodal.__dict__["rope_deltas"] = before
 
-    def cache(self) -> KVCache:
+    def open_kv_cache(self) -> KVCache:
         """Open a new KV cache with the recipe's KV policy."""
         cache: KVCache = wrap_kv_cache(self.model, self.family, self.owner.open_kv_state())
         self.opened(cache.state, cache)
@@ -125,24 +125,24 @@ class ModelAttachment(AttachmentBase):
         note: ForwardPassInfo = kwargs.pop(NOTE, None) or ForwardPassInfo()
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
         if cache is None and self._caches(kwargs):
-            cache = kwargs["past_key_values"] = self.cache()
+            cache = kwargs["past_key_values"] = self.open_kv_cache()
         if ids is not None:
             past = cache.get_seq_length() if cache is not None else 0
             layout = self._promised(ids, past) or self.family.layout(self.model, kwargs)
-            known = self.columns_of(cache)
+            known = self.cached_columns(cache)
             if kwargs.get("position_ids") is None and past == 0:
                 kwargs["position_ids"] = self.family.positions(self.model, kwargs)
             elif kwargs.get("position_ids") is None and known is not None:
                 kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
             note = replace(note, layout=layout)
-        return {NOTE: self.family.pass_info(self.model, kwargs, note), **kwargs}
+        return {NOTE: self.family.with_pass_info(self.model, kwargs, note), **kwargs}
 
     def _caches(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a forward pass keeps a cache: as `use_cache` says, else as the model's config says."""
         asked = kwargs.get("use_cache")
         return (asked if asked is not None else getattr(self.text.config, "use_cache", None)) is not False
 
-    def columns_of(self, cache: Cache | None) -> Columns | None:
+    def cached_columns(self, cache: Cache | None) -> Columns | None:
         if isinstance(cache, KVCache):
             return cache.sequence
         return self.sequences.get(cache) if cache is not None else None
@@ -188,7 +188,7 @@ class ModelAttachment(AttachmentBase):
         `ModelError` for a prompt that leaves no position."""
         ids, most = kwargs.get("input_ids"), max_positions(self.text.config)
         cache = kwargs.get("past_key_values")
-        past, known = 0 if cache is None else cache.get_seq_length(), self.columns_of(cache)
+        past, known = 0 if cache is None else cache.get_seq_length(), self.cached_columns(cache)
         if not isinstance(ids, Tensor) or most is None:
             return kwargs
         if not past:
@@ -266,7 +266,7 @@ class ModelAttachment(AttachmentBase):
         packed = packed_sequence_ids(kwargs, mask, self.family.mrope) if lent else None
         if not recipe.kv.exact or self.pruning is not None or self.owner.context is not None:
             cache = self._own(cache, kwargs, new, packed)
-        known = self.columns_of(cache) if start else None
+        known = self.cached_columns(cache) if start else None
         if start and known is None:
             if isinstance(cache, KVCache):
                 raise ModelError(
@@ -309,7 +309,7 @@ class ModelAttachment(AttachmentBase):
         prune, kv = self.owner.recipe.prune, self.owner.recipe.kv
         name = f"kv {kv.name!r}" if prune is None else f"prune {prune.name!r}"
         if cache is None:
-            cache = kwargs["past_key_values"] = self.cache()
+            cache = kwargs["past_key_values"] = self.open_kv_cache()
         if not isinstance(cache, KVCache):
             raise ModelError(f"past_key_values: {name} keeps a cache of its own; leave past_key_values out.")
         if packed is not None:
@@ -361,7 +361,7 @@ class ModelAttachment(AttachmentBase):
         if chunk is None or count <= chunk or kwargs.get("output_attentions"):
             return self._pass(run, kwargs)
         if own := kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = self.cache()
+            kwargs["past_key_values"] = self.open_kv_cache()
             run = replace(run, state=kwargs["past_key_values"].state)
         outputs = (self._pass(*self._piece(run, kwargs, *part)) for part in token_chunk_ranges(run, chunk))
         hidden = kwargs.get("output_hidden_states", getattr(self.shared, "output_hidden_states", False))

@@ -52,7 +52,7 @@ class Hooks(ExitStack):
     user changed the same attribute later, the user's change stays.
     """
 
-    def put(self, module: nn.Module, name: str, value: Any) -> None:
+    def set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of the module instance. `close` restores it, unless somebody has set it since."""
         before = module.__dict__.get(name, _ABSENT)
 
@@ -73,7 +73,7 @@ class Hooks(ExitStack):
         plain: Callable[..., Any] = getattr(module, name)
         # A partial, which copy and pickle look into.
         wrapper: Callable[..., Any] = functools.wraps(plain)(functools.partial(ours, *given, plain))
-        self.put(module, name, wrapper)
+        self.set_attribute(module, name, wrapper)
         return wrapper
 
     def set_attention(self, modules: Iterable[nn.Module], shared: Any, name: str, **facts: Any) -> None:
@@ -85,7 +85,7 @@ class Hooks(ExitStack):
             setattr(own, fact, value)
         for module in modules:
             if getattr(module, "config", None) is shared:
-                self.put(module, "config", own)
+                self.set_attribute(module, "config", own)
 
     def add_pre_hook(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
         """Register a forward pre-hook, which also gets keyword arguments; `close` removes it."""
@@ -198,7 +198,7 @@ class ModelReadWriteLock:
                 self._state.notify_all()
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def call_without_recipe(self) -> Iterator[None]:
         """Context of one call that runs without the recipe, such as a stream's forward pass."""
         entered = self.enter()
         try:
@@ -227,7 +227,7 @@ class ModelReadWriteLock:
                 self._let_in.clear()
                 self._state.notify_all()
 
-    def drain(self, what: str, modules: Collection[nn.Module]) -> None:
+    def wait_for_running_calls(self, what: str, modules: Collection[nn.Module]) -> None:
         """Inside `exclusive_access`: wait for running calls of `modules` that entered no gate, as they began before any hook
         was there."""
         if _call_of(sys._getframe(), modules):
@@ -294,7 +294,7 @@ class ModelReadWriteLock:
             self._alone, self._ends = None, ()
 
     @property
-    def attached(self) -> AttachmentBase | None:
+    def attached_recipe(self) -> AttachmentBase | None:
         """The recipe's `AttachmentBase` that is installed on the model, or None."""
         attaching = self.last()
         return None if attaching is None or attaching.over else attaching
@@ -337,7 +337,7 @@ class AttachmentBase:
     def attach(self, change: Callable[[], None]) -> None:
         """Call `change`, which changes the model through `hooks`; if it raises, all its changes are undone."""
         with self.gate.exclusive_access("accelerate"):
-            if (other := self.gate.attached) is not None:
+            if (other := self.gate.attached_recipe) is not None:
                 raise ModelError(
                     "the model is accelerated already; call detach() on what accelerate returned, then attach anew."
                     if other.model is self.model
@@ -367,7 +367,7 @@ class AttachmentBase:
         """Make copying and pickling of `modules` raise too, as for the accelerated model."""
         for module in modules:
             # Copy and pickle ask the instance, before they look at what is in it.
-            self.hooks.put(module, "__reduce_ex__", self.__reduce_ex__)
+            self.hooks.set_attribute(module, "__reduce_ex__", self.__reduce_ex__)
 
     def _call(self, ours: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the model that is replaced by `ours`, with the same signature."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops import layer_ops
-from mmaccel.backends.ops.delta import delta_rows
-from mmaccel.backends.ops.experts import expert_rows
+from mmaccel.backends.ops.delta import deltanet_rows
+from mmaccel.backends.ops.experts import expert_mlp
 from mmaccel.backends.ops.layer_ops import SeparateKVCaches
 from mmaccel.models import recurrent
 from mmaccel.models.fingerprint import fusable_linear_groups, has_experts
@@ -26,7 +26,7 @@ Weights = tuple[list[Tensor], list[Tensor]]
 
 class HiddenRows(NamedTuple):
     """Hidden states `rows` [R, E] of R new tokens between two fused operators. `gained` [R, E] (rows times the weight of the
-    next RMSNorm) and `squares` [R, P] (partial sums of squares) are set if `residual_rows` already computed them for it."""
+    next RMSNorm) and `squares` [R, P] (partial sums of squares) are set if `residual_linear` computed them already."""
 
     rows: Tensor
     gained: Tensor | None = None
@@ -38,7 +38,7 @@ class StepStates(NamedTuple):
 
     bounds  [B, 4] long, for each sequence: its first new column, the columns that its state contains before and after the
             step, and its slot
-    layers  for each recurrent layer, a journal of rows [S, R, W] and states [S, H, K, V] of S slots (see `delta_rows`)
+    layers  for each recurrent layer, a journal of rows [S, R, W] and states [S, H, K, V] of S slots (see `deltanet_rows`)
     """
 
     bounds: Tensor
@@ -60,7 +60,7 @@ class _Step:
             getattr(layer, name, None) for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
         ]
         self.mixed = _Mixture(layer.mlp) if has_experts(layer) else None
-        self.enters, self.out, *rest = (weights(*some) for some in fusable_linear_groups(layer))
+        self.enters, self.out, *rest = (gather_linear_weights(*some) for some in fusable_linear_groups(layer))
         if self.mixed is not None:
             return
         *_, self.gate_up, self.down = rest
@@ -85,34 +85,34 @@ class _Step:
             normed = layer_ops.rms_norm(rows, self.between.weight, self.between.variance_epsilon)
             return HiddenRows(rows + self.mixed(normed))
         x = _added(attended, self.out, x.rows, self.between, self.ends[0])
-        inner = project(x, self.between, self.gate_up, gated=True)
+        inner = norm_and_project(x, self.between, self.gate_up, gated=True)
         return _added(inner, self.down, x.rows, self.follows, self.ends[1])
 
 
 class FusedDeltaNetStep(_Step):
-    """Fused step of a Gated DeltaNet layer: `project_rows` twice, `delta_rows`, then output projection and MLP."""
+    """Fused step of a Gated DeltaNet layer: `project_rows` twice, `deltanet_rows`, then output projection and MLP."""
 
     def __init__(self, layer: Any, family: Any, follows: Any, number: int) -> None:
         """`number`: which of the layers with a state it is."""
         super().__init__(layer, family, follows)
         self.number, self.own = number, layer.linear_attn
-        self.gate = weights(self.own.in_proj_z)
+        self.gate = gather_linear_weights(self.own.in_proj_z)
 
     def __call__(self, x: HiddenRows, carried: StepStates) -> HiddenRows:
         """What leaves the layer for its input x, B * n rows."""
-        made, gate = (project(x, self.before, some) for some in (self.enters, self.gate))
+        made, gate = (norm_and_project(x, self.before, some) for some in (self.enters, self.gate))
         journal, state = carried.layers[self.number]
         conv, decay, shift, gain, eps = recurrent.deltanet_weights(self.own)
-        out = delta_rows(made, gate, conv, decay, shift, gain, eps, carried.bounds, journal, state)
+        out = deltanet_rows(made, gate, conv, decay, shift, gain, eps, carried.bounds, journal, state)
         return self.finish(x, out)
 
 
 class LayerStep(_Step):
     """Fused step of a Qwen2-like decoder layer on a few new rows: `qkv_rope_rows` (projects q, k, v, applies RoPE, writes
-    the cache), `decode_attend`, and for output projection and MLP `residual_rows`, `project_rows`, `residual_rows`. Layers
-    with QK norms or their own RoPE use `project_rows`, the norms and `rope_rows` in place of `qkv_rope_rows`. Where a
+    the cache), `decode_attend`, and for output projection and MLP `residual_linear`, `project_rows`, `residual_linear`.
+    Layers with QK norms or their own RoPE use `project_rows`, the norms and `rope_rows` in place of `qkv_rope_rows`. Where a
     block's output is normed before the residual add, it ends with `project_rows` and that norm. A mixture of experts runs
-    `rms_norm`, the model's router and `expert_rows`."""
+    `rms_norm`, the model's router and `expert_mlp`."""
 
     def __init__(self, layer: Any, family: Any, follows: Any = None) -> None:
         super().__init__(layer, family, follows)
@@ -186,7 +186,7 @@ class LayerStep(_Step):
     def project(self, x: HiddenRows) -> Tensor:
         """Queries, keys and values before RoPE, side by side: [R, (H + 2 G) * D] of the rows, and H * D gate columns for
         gated attention."""
-        rows = project(x, self.before, self.enters)
+        rows = norm_and_project(x, self.before, self.enters)
         if not self.qk_norms:
             return rows
         first = self.sizes[0] * (2 if self.gated else 1)
@@ -215,14 +215,14 @@ class LayerStep(_Step):
 
 
 class _Mixture:
-    """A mixture of experts whose routing is the model's own code, and whose experts are `expert_rows`."""
+    """A mixture of experts whose routing is the model's own code, and whose experts are `expert_mlp`."""
 
     def __init__(self, block: Any) -> None:
         experts = block.experts
 
         class Experts(nn.Module):
             def forward(self, x: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
-                return expert_rows(x, chosen, share, experts.gate_up_proj, experts.down_proj)
+                return expert_mlp(x, chosen, share, experts.gate_up_proj, experts.down_proj)
 
         self._block = object.__new__(type(block))
         self._block.__dict__.update(block.__dict__, _modules={**block._modules, "experts": Experts()})
@@ -264,12 +264,12 @@ def build_layer_steps(
     return steps
 
 
-def weights(*linear: nn.Linear) -> Weights:
+def gather_linear_weights(*linear: nn.Linear) -> Weights:
     """Weights and biases of linear modules that one kernel computes together."""
     return [one.weight for one in linear], [one.bias for one in linear if one.bias is not None]
 
 
-def project(x: HiddenRows, norm: Any, by: Weights, gated: bool = False) -> Tensor:
+def norm_and_project(x: HiddenRows, norm: Any, by: Weights, gated: bool = False) -> Tensor:
     """Apply the RMSNorm `norm` and the linear weights `by` to the rows, in one operator (`project_rows`)."""
     rows, gain, squares = _normed_by(x, norm)
     return layer_ops.project_rows(rows, *by, gain, norm.variance_epsilon, None, gated, squares)
@@ -288,4 +288,4 @@ def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any, end: Any = None)
     # In float16 the rows times the gain, not normed yet, might be too large.
     if norm is None or x.dtype == torch.float16:
         return HiddenRows(layer_ops.project_rows(x, by[0], by[1], None, 0.0, residual))
-    return HiddenRows(*layer_ops.residual_rows(x, by[0][0], by[1], residual, norm.weight))
+    return HiddenRows(*layer_ops.residual_linear(x, by[0][0], by[1], residual, norm.weight))

@@ -62,7 +62,7 @@ class CharProcessor(Processor):
             made["mm_token_type_ids"] = self.family.token_modalities(self.config, shown).int()
         return {name: x.to(how.get("device")) for name, x in {"input_ids": shown, **made}.items()}
 
-    def pixels(
+    def prepare_pixels(
         self, frames: Tensor, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
         made = self._made(frames)[1]
@@ -70,8 +70,8 @@ class CharProcessor(Processor):
 
     def _made(self, frames: Tensor) -> tuple[list[int], dict[str, Tensor]]:
         """Ids and inputs of a video of `frames` [T, 3, H, W]: those of a unit follow from its frames alone."""
-        pace = int(getattr(self.config.vision_config, "temporal_patch_size", None) or 1)
-        units = frames.split(pace)
+        frames_per_unit = int(getattr(self.config.vision_config, "temporal_patch_size", None) or 1)
+        units = frames.split(frames_per_unit)
         ids, made = self.family.tiny_visual_input(self.config, VIDEO, len(units), torch.Generator())
         made = self.family.complete_tiny_inputs(self.config, made)
         pixels = next(made[name] for name in PIXELS.values() if name in made)

@@ -16,7 +16,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Features
-from mmaccel.models.prompt_layout import PIXELS, Budget, ByFrame, Grid, Inputs, Made, ProcessorSpec
+from mmaccel.models.prompt_layout import PIXELS, ByFrame, Grid, Inputs, Made, ProcessorSpec, VideoBudget
 from mmaccel.models.signals import VisionScorer, mean_received_attention
 from mmaccel.models.tiny import IMG, TEXT, VID
 
@@ -161,7 +161,7 @@ class LlavaOnevision(Family):
     replaced_methods: ClassVar[Mapping[str, Callable[..., Any]]] = {"apply_pooling": pool_frames}
     processors: ClassVar[Mapping[str, ProcessorSpec]] = {
         "llava_onevision": ProcessorSpec(
-            budget=Budget(fps=None, most=32),  # as in LLaVA-OneVision (arXiv 2408.03326), section 3.2
+            budget=VideoBudget(fps=None, most=32),  # as in LLaVA-OneVision (arXiv 2408.03326), section 3.2
             processor="LlavaOnevisionProcessor",
             image="LlavaOnevisionImageProcessor",
             video="LlavaOnevisionVideoProcessor",
@@ -221,7 +221,7 @@ class LlavaOnevision(Family):
         }
         return [config.image_token_id] * (side * side + side * (2 * side + 1)), made
 
-    def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
+    def token_grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
         config: Any = model.config
         side = _side(model)
         pooled = math.ceil(side / 2)
@@ -283,10 +283,10 @@ class LlavaOnevision(Family):
         marks = mark.to(rows).expand(videos, 1, -1)
         return torch.cat([rows.view(videos, -1, rows.shape[1]), marks], 1).flatten(0, 1)
 
-    def pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
+    def split_pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
         return inputs[PIXELS[VIDEO]][0], lambda frames: {PIXELS[VIDEO]: frames[None]}
 
-    def patches(self, model: nn.Module, pixels: Tensor) -> int:
+    def count_patches(self, model: nn.Module, pixels: Tensor) -> int:
         patch = int(model.config.vision_config.patch_size)  # type: ignore[union-attr, arg-type]
         height, width = pixels.shape[-2:]
         return math.prod(pixels.shape[:-3]) * (height // patch) * (width // patch)
@@ -297,7 +297,7 @@ class LlavaOnevision(Family):
         if pixels.ndim != 5:  # all tiles of all images in a row: their own method knows whose each is
             return next(iter(features([(pixels, {})])))
         count, each = pixels.shape[:2]
-        frames = max(1, most // self.patches(model, pixels[0, :1]))
+        frames = max(1, most // self.count_patches(model, pixels[0, :1]))
         several, inside = max(1, frames // each), min(frames, each)
         if kind == IMAGE:
             parts = _images(given, count, several)

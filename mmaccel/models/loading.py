@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import ConfigOnlyModel, ModelView
 from mmaccel.core.attach import adapter_for, family_of, fit_recipe
-from mmaccel.core.errors import ModelError, UnknownName, shown
+from mmaccel.core.errors import ModelError, UnknownName, quoted
 from mmaccel.core.files import outside
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.recipe import Recipe
@@ -64,7 +64,7 @@ def check_device(device: torch.device | str, field: str = "device") -> torch.dev
     except RuntimeError:
         place = None
     if place is None or place.type not in ("cpu", "cuda", "mps", "xpu"):
-        raise ModelError(f"{field}: {shown(device)} is not a device; give cpu, cuda or cuda:1.")
+        raise ModelError(f"{field}: {quoted(device)} is not a device; give cpu, cuda or cuda:1.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if place.type == "cuda" and (place.index or 0) >= count:
         devices = f"{count} CUDA device{'' if count == 1 else 's'}"
@@ -95,7 +95,7 @@ def load_model(
     from transformers import AutoModelForImageTextToText
 
     if isinstance(devices, str):
-        one = shown(devices)
+        one = quoted(devices)
         raise ModelError(f"devices: {one} is a single device; give a list, or device={one}.")
     if sum(given is not None for given in (device, devices, device_map)) > 1:
         raise ModelError("device, devices and device_map exclude each other; give one of them.")
@@ -315,7 +315,7 @@ def install_input_move_hooks(
     memo: dict[tuple[torch.device, str], tuple[Any, Any]] = {}
     if all(place == first for place in chosen):
         return lambda: None
-    modules = [*zip(family.layers(model), chosen, strict=True), (family.text(model).norm, first)]
+    modules = [*zip(family.layers(model), chosen, strict=True), (family.text_model(model).norm, first)]
     hooks = Hooks()
     for module, place in modules:
         hooks.add_pre_hook(module, MoveInputsHook(place, memo, module is modules[-1][0]), prepend=True)

@@ -63,7 +63,7 @@ def pointwise_modules(model: nn.Module, family: Any) -> list[nn.Module]:
         one for layer in layers for one in (layer, getattr(layer, "self_attn", None)) if one is not None
     ]
     inside = (child for one in owners for child in one.named_children())
-    return [family.text(model).norm, *(one for name, one in inside if name == "mlp" or "norm" in name)]
+    return [family.text_model(model).norm, *(one for name, one in inside if name == "mlp" or "norm" in name)]
 
 
 def process_in_token_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
@@ -99,7 +99,7 @@ def rebind_function(hooks: Hooks, modules: Iterable[nn.Module], name: str, ours:
             continue
         # Not compiled itself: what is kept of a compiled forward goes by the code, which both have, and not by the names.
         wrapper = functools.partial(_unless_compiled, torch.compiler.disable(copied), known, module)
-        hooks.put(module, "forward", functools.wraps(module.forward)(wrapper))
+        hooks.set_attribute(module, "forward", functools.wraps(module.forward)(wrapper))
 
 
 def _copy_rebound(known: Any, name: str, ours: Callable[..., Any]) -> FunctionType | None:
@@ -134,7 +134,7 @@ def apply_rope_in_place(
     size = cos.shape[-1]
     one = cos.shape == sin.shape and cos.dtype == sin.dtype == query.dtype == key.dtype
     fits = one and cos.shape[1:-1] == query.shape[2:-1] and cos.shape[0] in (1, query.shape[0])
-    fits = fits and size <= query.shape[-1] and layer_ops.fusible(query)
+    fits = fits and size <= query.shape[-1] and layer_ops.can_fuse(query)
     if args or kwargs or not fits or torch.is_grad_enabled():
         return whole(query, key, cos, sin, *args, **kwargs)
     layer_ops.rotate_(query[..., :size], cos, sin)
@@ -164,7 +164,7 @@ def _normed_or(module: Any, family: Any, whole: Callable[..., Any], hidden: Tens
     """Apply the norm `module` to `hidden`, by a fused kernel if there is one, else by its own forward `whole`."""
     # Weights that accelerate offloads are elsewhere until the module's own forward brings them.
     same = module.weight.dtype == hidden.dtype and module.weight.device == hidden.device
-    fits = same and layer_ops.fusible(hidden)
+    fits = same and layer_ops.can_fuse(hidden)
     if not fits or _wants_gradients(hidden, module.weight):
         return whole(hidden)
     if type(module).__name__ in family.centred_norms:
@@ -175,10 +175,10 @@ def _normed_or(module: Any, family: Any, whole: Callable[..., Any], hidden: Tens
 def fused_mlp(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
     """Apply the SwiGLU MLP `module` to `hidden`, with SiLU and product in one kernel if there is one, else by its own
     forward `whole`."""
-    if not layer_ops.fusible(hidden) or torch.is_grad_enabled():
+    if not layer_ops.can_fuse(hidden) or torch.is_grad_enabled():
         return whole(hidden)
     gate = module.gate_proj(hidden)
-    layer_ops.silu_times_(gate, module.up_proj(hidden))
+    layer_ops.silu_multiply_(gate, module.up_proj(hidden))
     return module.down_proj(gate)
 
 
@@ -210,7 +210,7 @@ def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fuse: bool = True, 
     for name, method in family.replaced_methods.items():
         if name not in vars(multimodal):
             hooks.wrap(multimodal, name, method)
-    if (tower := family.window_attention(model)) is not None:
+    if (tower := family.window_attention_tower(model)) is not None:
         family.batch_windows(hooks, tower)
     if fuse:
         fuse_tower(hooks, family, model)
@@ -222,13 +222,15 @@ def _encode(
     """What the tower's method gives: in parts where there are many patches and nothing but their features is asked for."""
     given, name = bind_args(whole, args, kwargs), next(iter(inspect.signature(whole).parameters))
     pixels = given.get(name)
-    count = family.patches(model, pixels) if isinstance(pixels, Tensor) else 0
+    count = family.count_patches(model, pixels) if isinstance(pixels, Tensor) else 0
     most = PATCHES if context is None else context.patches_per_call(count, PATCHES)
     if count <= most:
         return whole(*args, **kwargs)
     bare = {key.removeprefix("image_").removeprefix("video_") for key, x in given.items() if x is not None}
     states = given.get("output_hidden_states") or given.get("output_attentions")
-    outside = [child for child in family.multimodal(model).children() if child is not family.text(model)]
+    outside = [
+        child for child in family.multimodal(model).children() if child is not family.text_model(model)
+    ]
     trained = torch.is_grad_enabled() and any(p.requires_grad for one in outside for p in one.parameters())
     if states or trained or given.get("return_dict") is False or not bare.isdisjoint(WHOLE):
         return whole(*args, **kwargs)
@@ -255,7 +257,7 @@ def _joined(
 def fuse_tower(hooks: Hooks, family: Any, model: nn.Module) -> None:
     """Let the model's vision tower use fused kernels, where they exist; padded weight copies are freed with `hooks`. A tower
     without windows, or already set up so, is left unchanged."""
-    tower = family.window_attention(model)
+    tower = family.window_attention_tower(model)
     if tower is None or tower in _FUSED:
         return
     hooks.callback(_FUSED.discard, tower)
@@ -271,13 +273,13 @@ def fuse_tower(hooks: Hooks, family: Any, model: nn.Module) -> None:
 
 def _filled(filled: PaddedMLP, whole: Callable[..., Any], hidden: Tensor) -> Any:
     """[..., E]: the output of the feed-forward block for `hidden` [..., E]."""
-    fits = layer_ops.fusible(hidden) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    fits = layer_ops.can_fuse(hidden) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     weights = filled.weights(hidden) if fits else None
     if weights is None:
         return fused_mlp(filled.module, whole, hidden)
     gate, up, down, gate_bias, up_bias, down_bias = weights
     wide = linear(hidden, gate, gate_bias)
-    layer_ops.silu_times_(wide, linear(hidden, up, up_bias))
+    layer_ops.silu_multiply_(wide, linear(hidden, up, up_bias))
     return linear(wide, down, down_bias)
 
 
@@ -324,7 +326,7 @@ def is_plain_linear(part: Any) -> bool:
 def _turned_rows(whole: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
     """Queries and keys [rows, H, D] turned in place by angles [rows, D], in float32 as the tower does."""
     fits = cos.dtype == sin.dtype == torch.float32 and query.dtype == key.dtype and cos.shape == sin.shape
-    if not fits or not layer_ops.fusible(query) or torch.is_grad_enabled():
+    if not fits or not layer_ops.can_fuse(query) or torch.is_grad_enabled():
         return whole(query, key, cos, sin)
     for one in (query, key):
         layer_ops.rotate_(one.transpose(0, 1)[None], cos[None], sin[None])

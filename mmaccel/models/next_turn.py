@@ -19,7 +19,7 @@ def check_next_turn(attachment: ModelAttachment, kwargs: Mapping[str, Any], ids:
     taken as they are. Such a turn, and one by `inputs_embeds`, is not known by its ids: of a later prompt only what stands
     before it is compared."""
     cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
-    held, count, known = cache.get_seq_length(), ids.shape[1], attachment.columns_of(cache)
+    held, count, known = cache.get_seq_length(), ids.shape[1], attachment.cached_columns(cache)
     beams, more = (
         attachment.get_generate_option(name, kwargs) or 1 for name in ("num_beams", "num_return_sequences")
     )

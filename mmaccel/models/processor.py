@@ -153,7 +153,7 @@ class Processor:
         video is a path, a `media.Video`, frames `[T, 3, H, W]` or a list of images. `fps`, one number or one
         a video, is the rate to sample a path at, and the rate of bare frames. `frames` takes so many of each
         video, evenly spaced; with "auto" as many of a path as `model` has room for, and a warning says how many.
-        Without either, a path gives what the folder's files name, else what the model's own users take (`Budget`).
+        Without either, a path gives what the folder's files name, else what the model's own users take (`VideoBudget`).
 
         `input_ids` and `attention_mask` are `[B, S]`, padded on `padding_side`. Pixels are made on `device`
         in `dtype`, and all tensors lie there.
@@ -197,7 +197,7 @@ class Processor:
                 result["second_per_grid_ts"] = torch.tensor([step / (rate or 24) for rate in rates])
         return {**self._pad(self._expand(texts, counts, special), side), **result}
 
-    def pixels(
+    def prepare_pixels(
         self, frames: Tensor, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
         """Pixel inputs of one video's `frames` [T, 3, H, W], without text: pixel values, and the patch grid if the model
@@ -394,7 +394,7 @@ def _style_of(model_type: str) -> ProcessorSpec:
     """The style of a model type; raises `ModelError` where no family has one."""
     if model_type not in (known := processor_specs()):
         raise ModelError(
-            f"model type {errors.shown(model_type)} is not one of {', '.join(sorted(known))}, and transformers' own "
+            f"model type {errors.quoted(model_type)} is not one of {', '.join(sorted(known))}, and transformers' own "
             "processor cannot be loaded; install torchvision, or mend the folder."
         )
     return known[model_type]

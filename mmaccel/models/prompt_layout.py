@@ -49,7 +49,7 @@ class Grid:
     apart: bool = False
 
     @property
-    def tokens(self) -> int:
+    def token_count(self) -> int:
         return self.frames * self.rows * self.columns + self.marks
 
 
@@ -71,7 +71,7 @@ Made = tuple[dict[str, Any], list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class VideoBudget:
     """Default frames, rate and pixels to take of a video file, as the model's own processor takes them.
 
     fps          frames per second, no frame twice; None: `most` evenly spaced frames whatever the length
@@ -90,7 +90,7 @@ class Budget:
     pixels: tuple[int, int] = (0, 0)
     total: int = 0
 
-    def count(self, frames: int, rate: float) -> int:
+    def frame_count(self, frames: int, rate: float) -> int:
         """Number of frames to take of a file of `frames` frames at `rate` frames per second (0: unknown)."""
         whole = min(self.most, frames) // self.multiple * self.multiple
         if self.fps is None or not rate:
@@ -98,7 +98,7 @@ class Budget:
         wanted = min(max(frames / rate * self.fps, self.least), whole, frames)
         return max(int(wanted // self.multiple * self.multiple), 1)
 
-    def size(self, frames: int, height: int, width: int) -> tuple[int, int] | None:
+    def frame_size(self, frames: int, height: int, width: int) -> tuple[int, int] | None:
         """(height, width) to scale `frames` frames of `height` x `width` pixels to; None: the processor decides."""
         from mmaccel.media.preprocess import smart_resize
 
@@ -136,7 +136,7 @@ class ProcessorSpec:
     video_settings: Mapping[str, Any] = field(default_factory=dict)
     type_ids: bool = False
     seconds: bool = False
-    budget: Budget = Budget()
+    budget: VideoBudget = VideoBudget()
 
 
 def timestamp(time: float) -> str:
@@ -185,10 +185,10 @@ def derive_stream_positions(
     (frames): each (inputs, positions of the head, of the units, and of the first text token behind). `alone`: no text stands
     around a unit. Raises `ModelError` where positions do not grow evenly."""
     (inputs, head, unit, text), (*_, second), (_, _, three, third) = prompts
-    slope, limit = second - text, max_positions(family.text(model).config) or 1 << 15
+    slope, limit = second - text, max_positions(family.text_model(model).config) or 1 << 15
 
     def steps(units: int) -> Tensor:
-        return family.step_positions(model, inputs, units)  # type: ignore[no-any-return]
+        return family.time_step_positions(model, inputs, units)  # type: ignore[no-any-return]
 
     if alone:
         made = PositionIds(head, unit, steps, text, slope, limit, family.stream_time_scale(model, inputs))
@@ -261,7 +261,7 @@ def token_grid_fields(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> 
                     )
                 stop = at[-1].stop
                 columns = torch.cat([torch.arange(one.start, one.stop) for one in at]).to(modality.device)
-                inside, marks = columns.split([grid.tokens - grid.marks, grid.marks])
+                inside, marks = columns.split([grid.token_count - grid.marks, grid.marks])
                 place = torch.arange(len(inside), device=modality.device)
                 fields["frame"][b, inside] = frame + place // (grid.rows * grid.columns)
                 fields["row"][b, inside] = place // grid.columns % grid.rows
@@ -285,7 +285,7 @@ def token_grid_fields(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> 
 
 def _columns_of(grid: Grid, kind: int, kinds: list[int], begin: int) -> list[range] | None:
     """The runs of columns of the tokens of `grid`, the first at `begin`; None where `kinds` has others there."""
-    runs = [grid.rows * grid.columns] * grid.frames if grid.apart else [grid.tokens]
+    runs = [grid.rows * grid.columns] * grid.frames if grid.apart else [grid.token_count]
     found: list[range] = []
     for size in runs:
         while found and begin < len(kinds) and kinds[begin] == TEXT:

@@ -66,7 +66,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
     ) -> None:
         super().__init__(model, family, attachment)
         self._keeper = keeper
-        at_work: Any = self._gate.attached
+        at_work: Any = self._gate.attached_recipe
         if attachment is None and at_work is not None and at_work.owner.view is keeper:
             self._attachment = at_work  # the draft is the target itself
         # A video's pixels stay where they are, and go to the device some frames at a time.
@@ -95,11 +95,11 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
         self.frames, seconds = torch.empty(NO_FRAMES), 1.0
         self._unit, self._count = 1, 0
         if self._video is not None:
-            self.frames, self._made = self.family.pixels_by_frame(self.model, own)
+            self.frames, self._made = self.family.split_pixels_by_frame(self.model, own)
             self._count = len(self.frames) // self.frames_a_step
             self._unit = (self._inside - self._head) // self._count
-            pace = self.family.stream_time_scale(self.model, own)
-            seconds = 1.0 if pace is None else pace.unit_s / self.frames_a_step
+            scale = self.family.stream_time_scale(self.model, own)
+            seconds = 1.0 if scale is None else scale.unit_s / self.frames_a_step
         self.times = [number * seconds for number in range(len(self.frames))]
         visual = (layout.modality[0, self._tail :] != TEXT).nonzero()[:, 0]
         self._seen = int(visual[-1]) + 1 if len(visual) else 0
@@ -109,7 +109,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
             kinds = inputs.get("mm_token_type_ids")
             if kinds is not None:
                 others["mm_token_type_ids"] = torch.cat([kinds[:, before], kinds[:, behind]], 1)
-            with self.busy():
+            with self.hold_model():
                 given = self.family.forward_inputs(self.model, {**others, "input_ids": rest[None]})
                 levels = deepstack.WHERE in given
                 self._rest = (deepstack.join_prompt_deepstack(given) if levels else given["inputs_embeds"])[0]
@@ -117,15 +117,15 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
             self._rest = self.embed_tokens(rest)
 
     @property
-    def begun(self) -> Tensor:
+    def ids_through_last_video(self) -> Tensor:
         """The ids [n] up to the last image or video, which no later turn changes."""
         return self.ids[0, : self._tail + self._seen]
 
-    def question(self, text: Any) -> Question:
+    def make_question(self, text: Any) -> Question:
         """What follows the video in the ids `text` [1, S], which begin with `begun`; for any words, in the prompt's own."""
         ids = self.ids if isinstance(text, str) else text.to(self.device)
         if not torch.equal(ids, self.ids):
-            begun, self.ids = len(self.begun), ids
+            begun, self.ids = len(self.ids_through_last_video), ids
             layout = self.layout.select_tokens(slice(0, begun)).extend(ids.shape[1] - begun)
             asked = question_token_mask(self.model, ids.to(layout.device), layout.modality, layout.segment)
             self.layout = replace(layout, asked=asked)
@@ -148,7 +148,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
         """One for all prompts of the recipe, whose steps are then captured once; a draft's until another model drafts."""
         made = partial(CapturedStreamSteps, self.model, self.family)
         name = f"steps of {'prompts' if self.model is self._keeper.model else 'the draft'}"
-        return self._keeper.cached(name, made, lambda steps: steps.model is self.model)  # type: ignore[no-any-return]
+        return self._keeper.get_or_create(name, made, lambda steps: steps.model is self.model)  # type: ignore[no-any-return]
 
     @staticmethod
     def _longest(layout: TokenLayout) -> int | None:
@@ -194,7 +194,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
             rest[name] = [whole[:begin], whole[begin + sizes[number] :]]
         if any(self.text_around_unit):
             # Frames before and behind the part that the memory holds are two videos more.
-            rows, made = self.family.pixels_by_frame(self.model, own)
+            rows, made = self.family.split_pixels_by_frame(self.model, own)
             first, last = (end * self.frames_a_step for end in (self._part[0], self._part[-1] + 1))
             own = made(rows[first:last])
             for more in (made(some) for some in (rows[:first], rows[last:]) if len(some)):
@@ -216,7 +216,9 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
             none = self._rest[:0]
             return none[:, None].expand(0, self._unit, -1), none
         unit = self._unit - self.text_around_unit[0]
-        return self.encoded(self._made(frames.to(self.device)), len(frames) // self.frames_a_step, unit)
+        return self.encode_prompt_video(
+            self._made(frames.to(self.device)), len(frames) // self.frames_a_step, unit
+        )
 
     def embed_units(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
         if not any(self.text_around_unit) or not len(features):
@@ -246,10 +248,10 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
         slope = second - first
 
         def steps(units: int) -> Tensor:
-            return self.family.step_positions(self.model, one, units)
+            return self.family.time_step_positions(self.model, one, units)
 
-        pace = self.family.stream_time_scale(self.model, one)
-        made = PositionIds(head, unit, steps, text - (count - 1) * slope, slope, limit, pace, after)
+        scale = self.family.stream_time_scale(self.model, one)
+        made = PositionIds(head, unit, steps, text - (count - 1) * slope, slope, limit, scale, after)
         return self._checked(made, rows[:, begin:end], count, third - second == slope)
 
     def _checked(self, made: PositionIds, rows: Tensor, count: int, even: bool = True) -> PositionIds:
@@ -321,7 +323,7 @@ class PromptStreamRunner(Runner):
                     cache.read_sparsely = meter.has_run_patterns()
                 turn = run_question(live, ids, self._room, weigh=False, deadline=deadline)
                 self._question = self._open.enter_context(turn)
-                self._open.enter_context(self.drafts.asked(ids, self._room, live.around))
+                self._open.enter_context(self.drafts.question_scope(ids, self._room, live.around))
             except BaseException:
                 self.sync_cache()
                 raise
@@ -336,10 +338,10 @@ class PromptStreamRunner(Runner):
         chunk = getattr(attachment.running, "chunk", None) or recipe.chunk
         view, kv = attachment.owner.view, recipe.kv
         prompt = PromptStreamModel(attachment.model, attachment.family, inputs, view, attachment)
-        live = StreamRunner.begin(prompt, kv, chunk, prompt.frames, None, True, quiet=True)  # type: ignore[arg-type]
+        live = StreamRunner.start_stream(prompt, kv, chunk, prompt.frames, None, True, quiet=True)  # type: ignore[arg-type]
         read = PromptStreamModel, inputs
         told = DraftStreamSettings(None, kv, chunk, prompt=read, deadline=self._deadline)  # type: ignore[arg-type]
-        live.draft_stream = GuardedDraftStream.of(recipe.draft, view, told)
+        live.draft_stream = GuardedDraftStream.open(recipe.draft, view, told)
         return StreamCache(attachment, prompt, live)
 
     @contextmanager
@@ -377,7 +379,7 @@ class PromptStreamRunner(Runner):
             self.drafts.end_ingest()  # one that has not read the prompt yet would hold its pixels
         if state is not None:
             assert self.cache is not None
-            self.counters = self.cache.counters_of_call(self._counted())
+            self.counters = self.cache.counters_since_last_call(self._counted())
             self._attachment.owner.release_state(state, self.counters)
         self._open.close()
         # The call keeps this runner until its last prompt has an answer, and is to keep one memory at a time.
@@ -392,7 +394,7 @@ def open_prompt_runner(
     """The runner of one prompt of a call on `cache`; if None, on a KV policy for streams with `room` tokens to follow."""
     if cache is None or isinstance(cache, StreamCache):
         return PromptStreamRunner(attachment, cache, room)
-    runner, columns = open_runner(model, attachment.family, cache), attachment.columns_of(cache)
+    runner, columns = open_runner(model, attachment.family, cache), attachment.cached_columns(cache)
     if columns is not None and cache.get_seq_length():
         runner.delta = int(columns.delta)
     return runner

@@ -81,10 +81,10 @@ class PrefillTokenPruning:
 
     def __init__(self, hooks: Hooks, model: nn.Module, family: Any, pruner: TokenPruner, depth: int) -> None:
         self.pruner, self.family, self.model = pruner, family, model
-        self.stages = {stage.layer: stage for stage in pruner.stages(depth)}
+        self.stages = {stage.layer: stage for stage in pruner.pruning_stages(depth)}
         self.vision = VisionAttentionProbe(hooks, model, family) if reads_vision_tower(pruner) else None
         self._here = threading.local()
-        if hasattr(text := family.text(model), DEEPSTACK):
+        if hasattr(text := family.text_model(model), DEEPSTACK):
             hooks.wrap(text, DEEPSTACK, self._add_features)
         if pruner.stage == "layer":
             first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
@@ -234,7 +234,7 @@ class PrefillTokenPruning:
         if self.pruner.compact:
             flat = _numbered(run)[None]
             flat = flat.expand(3, -1, -1) if self.family.mrope else flat
-            angles = self.family.rotary(self.model)(angles[0], flat)
+            angles = self.family.rotary_module(self.model)(angles[0], flat)
         # The work travels on in the run, so that the next cut finds it.
         work.given = {
             PASS: replace(run, pruning=work),
@@ -309,7 +309,7 @@ def prune_frames(
     signals = Signals(hidden=rows[None, :, : shape.hidden])
     if vision is not None:
         signals.update(vision.pop_signals(layout))
-    kept = pruner.prune(signals, layout, pruner.stages(shape.layers)[0])
+    kept = pruner.prune(signals, layout, pruner.pruning_stages(shape.layers)[0])
     columns = check_kept_columns(pruner, kept.columns, layout)
     counts = torch.bincount(columns[columns < inside] // each, minlength=inside // each)
     if bool((counts != left).any()):

@@ -25,7 +25,7 @@ from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family, Features
 from mmaccel.models.install import Hooks
-from mmaccel.models.prompt_layout import PIXELS, Budget, ByFrame, Grid, Inputs, Made, ProcessorSpec
+from mmaccel.models.prompt_layout import PIXELS, ByFrame, Grid, Inputs, Made, ProcessorSpec, VideoBudget
 from mmaccel.models.signals import VisionScorer, mean_received_attention
 
 WINDOW_ATTENTION = "mmaccel_flash_windows"
@@ -63,7 +63,7 @@ _PROCESSOR: dict[str, Any] = {
     },
     "type_ids": True,
     # As qwen_vl_utils (0.0.14) has it, which the model's card names.
-    "budget": Budget(
+    "budget": VideoBudget(
         least=4,
         most=768,
         multiple=2,
@@ -173,7 +173,7 @@ class Qwen25VL(Family):
         height, width = inputs["video_grid_thw"][0, 1:].tolist()
         return height * patch, width * patch
 
-    def grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
+    def token_grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
         merge = model.config.vision_config.spatial_merge_size  # type: ignore[union-attr]
 
         def read(kind: int) -> list[Grid]:
@@ -199,23 +199,27 @@ class Qwen25VL(Family):
             sizes["second_per_grid_ts"] = [1] * len(grid)
         return {name: size for name, size in sizes.items() if inputs.get(name) is not None}
 
-    def pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
+    def split_pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
         pixels, grids = inputs[PIXELS[VIDEO]], inputs[_GRIDS[VIDEO]]
         steps, height, width = grids[0].tolist()
-        seconds, pace, each = inputs.get("second_per_grid_ts"), self.pace(model), pixels.shape[1]
+        seconds, frames_per_unit, each = (
+            inputs.get("second_per_grid_ts"),
+            self.frames_per_unit(model),
+            pixels.shape[1],
+        )
 
         def made(frames: Tensor) -> dict[str, Any]:  # it holds no pixels
-            grid = torch.tensor([[len(frames) // pace, height, width]], device=grids.device)
+            grid = torch.tensor([[len(frames) // frames_per_unit, height, width]], device=grids.device)
             told = {_GRIDS[VIDEO]: grid, PIXELS[VIDEO]: frames.reshape(-1, each)}
             return told if seconds is None else {**told, "second_per_grid_ts": seconds}
 
         # The patches of a unit hold pixels of all its frames: each row has an equal part of them, and none is a frame.
-        return pixels.reshape(steps * pace, 1, 1, -1), made
+        return pixels.reshape(steps * frames_per_unit, 1, 1, -1), made
 
-    def patches(self, model: nn.Module, pixels: Tensor) -> int:
+    def count_patches(self, model: nn.Module, pixels: Tensor) -> int:
         return len(pixels)
 
-    def window_attention(self, model: nn.Module) -> nn.Module | None:
+    def window_attention_tower(self, model: nn.Module) -> nn.Module | None:
         return self.multimodal(model).visual  # type: ignore[return-value]
 
     @staticmethod
@@ -273,7 +277,7 @@ class Qwen25VL(Family):
         )
         return positions  # type: ignore[no-any-return]
 
-    def step_positions(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
+    def time_step_positions(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
         # A video of one token a unit: the time of a unit does not depend on its size.
         config: Any = model.config
         merge = config.vision_config.spatial_merge_size

@@ -65,11 +65,15 @@ def model_sizes_of(
 
         known = str(model) in shapes.SHAPES
         config = shapes.model_config(str(model)) if known else loading.config_only_view(model).model.config
-        processor = None if known else stock.load(model)
+        processor = None if known else stock.load_processor(model)
         with torch.device("meta"):
             built = AutoModelForImageTextToText.from_config(config)
     family: Any = adapter_for(built)
-    text, pace, shape = family.text(built), family.pace(built), family.geometry(built)
+    text, frames_per_unit, shape = (
+        family.text_model(built),
+        family.frames_per_unit(built),
+        family.geometry(built),
+    )
     kind = next(built.parameters()).dtype if isinstance(model, nn.Module) else dtype
     layers, head = family.layers(built), built.get_output_embeddings().weight
     weights = sum(p.numel() for p in built.parameters())
@@ -82,11 +86,11 @@ def model_sizes_of(
     if processor is None:
         patches, tokens = shapes.count_patches_and_tokens(str(model), *size)
         side = vision.patch_size
-        pixels = patches * 3 * (side[0] if isinstance(side, list | tuple) else side) ** 2 * pace
+        pixels = patches * 3 * (side[0] if isinstance(side, list | tuple) else side) ** 2 * frames_per_unit
     else:
-        once, twice = (torch.zeros(n * pace, 3, *size, dtype=torch.uint8) for n in (1, 2))
-        made = next(x for name, x in processor.pixels(once).items() if name.startswith("pixel"))
-        patches, pixels = family.patches(built, made), made.numel()
+        once, twice = (torch.zeros(n * frames_per_unit, 3, *size, dtype=torch.uint8) for n in (1, 2))
+        made = next(x for name, x in processor.prepare_pixels(once).items() if name.startswith("pixel"))
+        patches, pixels = family.count_patches(built, made), made.numel()
         lengths = [_tokens(processor, frames) for frames in (once, twice)]
         tokens = lengths[1] - lengths[0]
     return rates.ModelSizes(
@@ -107,7 +111,7 @@ def model_sizes_of(
         patches=patches,
         tokens=tokens,
         pixels=pixels,
-        pace=pace,
+        frames_per_unit=frames_per_unit,
         limit=max_positions(text.config) or 1 << 15,
         dtype=kind,
     )
@@ -118,7 +122,7 @@ def _patch_row(family: Any, model: Any, vision: tuple[int, int], depth: int, ite
     float32; the states of all layers, in releases of transformers that keep them to choose from."""
     width, wide = vision
     row = 4 * width + 2 * wide
-    if family.window_attention(model) is not None:
+    if family.window_attention_tower(model) is not None:
         row = max(row, (8 + 16 // itemsize) * width)
     features = inspect.signature(family.multimodal(model).get_video_features).parameters
     keeps = hasattr(model.config, "vision_feature_layer") and "output_hidden_states" in features
@@ -176,14 +180,14 @@ def _few_rows(model: nn.Module) -> Callable[[], Any]:
     family: Any = adapter_for(model)
     passes, line = StreamForwardPasses(model, family), torch.arange(2, device=home_device(model))[None]
     positions = PositionIds.evenly_spaced(line[:, :1], line[:, 1:], 2, 1, 1 << 15)
-    told = Stream(tokens_per_unit=1, head=1, pace=1, positions=positions, dtype=passes.dtype)
+    told = Stream(tokens_per_unit=1, head=1, frames_per_unit=1, positions=positions, dtype=passes.dtype)
     state = stream_policy(Recipe()).open_stream(told, family.geometry(model), passes.view, passes.device)
     word = passes.embed_tokens(line[0, :1])
 
     def step(kind: Any = "answer", **more: Any) -> Any:
         length = state.length()
         state.begin_pass(StreamPass(kind=kind, rows=1, **more))
-        passes.run(state, word, few=kind == "answer")
+        passes.run_layers(state, word, few=kind == "answer")
         state.end_pass()
         if kind == "answer":
             state.truncate(length)
@@ -259,7 +263,7 @@ def _unfit(
     draft: rates.ModelSizes | None,
 ) -> str | None:
     """Why a preset cannot serve, whatever the memory."""
-    kept = recipe.kv.footprint(sizes.tokens, sizes.pace)
+    kept = recipe.kv.footprint(sizes.tokens, sizes.frames_per_unit)
     if lossless and name not in LOSSLESS:
         return "it may answer otherwise than the plain model"
     if work.live and kept.shown is None:
@@ -270,7 +274,7 @@ def _unfit(
         return "it takes a draft model; name one by --draft"
     if not work.live and kept.evicts:
         return "it is for live cameras; film-many-questions keeps all of a stored film"
-    columns = -(-work.frames // sizes.pace) * sizes.tokens + work.words + work.answer
+    columns = -(-work.frames // sizes.frames_per_unit) * sizes.tokens + work.words + work.answer
     if (recipe.kv.sequences or kept.shown is None) and columns > sizes.limit:
         return f"the video takes {columns} of the model's {sizes.limit} positions"
     return None

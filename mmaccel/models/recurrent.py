@@ -5,7 +5,8 @@ restores the checkpoint and runs the remaining inputs again. It keeps two checkp
 rows of a token tree are run path by path from the state before it, which contains none of them until one path is accepted.
 
 In captured decode steps (`layer_step.FusedDeltaNetStep`) a sequence has a slot: a ring buffer ("journal") of its last rows,
-and a state that lags behind them (`ops.delta.delta_rows`). A short rollback only changes a number; a longer one restores a
+and a state that lags behind them (`ops.delta.deltanet_rows`). A short rollback only changes a number; a longer one
+restores a
 copy of the state. Any other use of the layer, such as the model's forward, first applies the journal and frees the slot.
 """
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
-from mmaccel.backends.ops.delta import delta_rows
+from mmaccel.backends.ops.delta import deltanet_rows
 from mmaccel.backends.ops.layer_ops import WINDOW
 from mmaccel.core.adapter import Branches
 from mmaccel.core.errors import ModelError
@@ -42,10 +43,10 @@ Mark = tuple[int, tuple[Tensor, Tensor] | None]
 """A layer's state after so many columns: of its convolution and the recurrent one; None: of no columns."""
 
 Copies = list[tuple[Tensor, Tensor]]
-"""(To, from) of copies that are to be made together, by `copy_all`."""
+"""(To, from) of copies that are to be made together, by `copy_by_dtype`."""
 
 
-def copy_all(copies: Copies) -> None:
+def copy_by_dtype(copies: Copies) -> None:
     """Make `copies` with one launch for all of a dtype and device."""
     some: dict[tuple[torch.dtype, torch.device], Copies] = {}
     for pair in copies:
@@ -100,7 +101,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         return [(state, self._copies[0][1]), *((rows[:, : conv.shape[1]], x) for rows, x in both if len(x))]
 
     def begin_step(self, count: int) -> tuple[int, int, int, int]:
-        """Begin a decode step of `count` rows; return (start, base, upto, slot), a row of `bounds` of `delta_rows`."""
+        """Begin a decode step of `count` rows; return (start, base, upto, slot), a row of `bounds` of `deltanet_rows`."""
         start, base, self._base = self.length, self._base, max(self._base, self.length - self._lag)
         if self._base - self._copies[-1][0] > REACH:
             self._copies = [self._copies[-1], (base, self._room()[1].clone())]
@@ -125,7 +126,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         journal, state = self._room()
         none, gate = journal[:0], journal.new_empty(0, state.shape[0] * state.shape[2])
         told = torch.tensor([[self.length, self._base, self.length, 0]], device=state.device)
-        delta_rows(none, gate, *deltanet_weights(self.module), told, journal[None], state[None])
+        deltanet_rows(none, gate, *deltanet_weights(self.module), told, journal[None], state[None])
         taps = self.module.conv_kernel_size
         conv = journal[self._last(journal, taps), : self.module.conv_dim].T[None]
         self.slots, self._marks = None, []
@@ -156,7 +157,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
             self._marks[-1].rows.append(rows.detach())
         self.length += count
 
-    def spread_tree(self, rows: Tensor, branches: Branches) -> tuple[Tensor, TreePaths]:
+    def expand_tree_paths(self, rows: Tensor, branches: Branches) -> tuple[Tensor, TreePaths]:
         """Record the next `rows` [1, n, E] of a tree; return its paths as a batch [b, L, E], and the cache by which it
         is run from the state before the tree."""
         self.leave_slot()
@@ -180,7 +181,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         """Set the length to that of the whole prompt, of which a pruner left the layer fewer rows."""
         self.length, self._marks = length, []
 
-    def mark(self) -> Mark:
+    def checkpoint_before_step(self) -> Mark:
         """The length and the recurrent state, which the next rows change."""
         self.leave_slot()
         if not self.has_previous_state[0]:
@@ -189,7 +190,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
 
     def checkpoint(self) -> Mark:
         """A copy of the recurrent state, to which `restore` can return at any later time."""
-        length, state = self.mark()
+        length, state = self.checkpoint_before_step()
         return length, state and (state[0].clone(), state[1].clone())
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -225,7 +226,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         if mark.state is None:
             super().reset()
         else:
-            copy_all([*zip((self.conv_states[0], self.recurrent_states[0]), mark.state, strict=True)])  # type: ignore[list-item]
+            copy_by_dtype([*zip((self.conv_states[0], self.recurrent_states[0]), mark.state, strict=True)])  # type: ignore[list-item]
         if rows.shape[1]:
             self._again = True
             try:
@@ -247,7 +248,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         return [*zip(made, held, strict=True)]
 
     def restore(self, mark: Mark) -> None:
-        copy_all(self.begin_restore(mark))
+        copy_by_dtype(self.begin_restore(mark))
 
     def begin_restore(self, mark: Mark) -> Copies:
         """Take the length of `mark`; return the copies to be made into this layer's own tensors, which may be those of the
@@ -299,7 +300,7 @@ class StateSlots:
 
     def begin_step(self, layers: Sequence[RecurrentCacheLayer], count: int) -> tuple[int, int, int, int]:
         """Begin a decode step of `count` rows of the sequence with cache layers `layers`, which gets a slot if it has none;
-        return its row of `bounds` of `delta_rows`."""
+        return its row of `bounds` of `deltanet_rows`."""
         held = [one() for one in self.owners]
         number = held.index(layers[0]) if layers[0] in held else None
         if number is None or any(one.slots is not self for one in layers):
@@ -307,11 +308,11 @@ class StateSlots:
             number = self._grown() if number is None else number
             self.owners[number] = ref(layers[0])
             made = (one.enter_slot(self, layer, number) for layer, one in enumerate(layers))
-            copy_all([pair for some in made for pair in some])
+            copy_by_dtype([pair for some in made for pair in some])
         (told,) = {one.begin_step(count) for one in layers}
         return told
 
-    def all_slots(self) -> list[tuple[Tensor, Tensor]]:
+    def journals_and_states(self) -> list[tuple[Tensor, Tensor]]:
         """(Journals, recurrent states) of all slots, for each layer."""
         return list(zip(self.journals, self.states, strict=True))
 
@@ -345,7 +346,7 @@ def restore_states_on_error(layers: Iterable[RecurrentCacheLayer]) -> Iterator[N
 
 
 def deltanet_weights(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """The weights of a Gated DeltaNet that `delta_rows` takes: convolution, decay, time-step bias, norm weight, eps."""
+    """The weights of a Gated DeltaNet that `deltanet_rows` takes: convolution, decay, time-step bias, norm weight, eps."""
     own = module.conv1d.weight[:, 0], module.A_log, module.dt_bias, module.norm.weight
     return *own, module.norm.variance_epsilon
 
@@ -363,7 +364,7 @@ def record_input(
     if (branches := getattr(cache, "branches", None)) is None:
         layer.record_input_rows(rows)
         return None
-    spread, paths = layer.spread_tree(rows, branches)
+    spread, paths = layer.expand_tree_paths(rows, branches)
     return (), {**kwargs, "hidden_states": spread, "cache_params": paths, "attention_mask": None}
 
 

@@ -61,7 +61,7 @@ _Cases = dict[tuple[int, int], tuple[RunTimings, costs.PredictedCost]]
 """By layers and units, what a session took and what is predicted of it."""
 
 
-def run_timed(
+def run_and_time(
     model: Any,
     processor: Any,
     recipe: Recipe,
@@ -73,7 +73,7 @@ def run_timed(
 ) -> RunTimings:
     """Read the frames `film` and answer all questions, as `costs.predict_cost` takes them; every answer has ``work.answer``
     tokens."""
-    if not costs.needs_session(recipe, work):
+    if not costs.needs_video_session(recipe, work):
         inputs = processor.chat(question, videos=film, fps=fps, device=model.device)
         with accelerate(model, recipe) as fast, torch.no_grad():
             began = clock(), time.perf_counter()
@@ -149,7 +149,7 @@ def with_measured_overheads(
     try:
         with _quiet(place):
             draw = torch.Generator().manual_seed(0)
-            count = plan.lengths[1] * sizes.pace
+            count = plan.lengths[1] * sizes.frames_per_unit
             film = torch.randint(256, (count, 3, *size), generator=draw, dtype=torch.uint8)
             for layers in plan.depths:
                 built = _reduced(model, layers, sizes.dtype, place, processor)
@@ -163,8 +163,8 @@ def with_measured_overheads(
         say(f"sessions are not measured: {str(error).splitlines()[0]}")
         return replace(device, sessions=found)
     for way, recipe in missing.items():
-        footprint = recipe.kv.footprint(sizes.tokens, sizes.pace)
-        window = -(-(footprint.window or 0) // sizes.pace)
+        footprint = recipe.kv.footprint(sizes.tokens, sizes.frames_per_unit)
+        window = -(-(footprint.window or 0) // sizes.frames_per_unit)
         window = window if window < plan.lengths[0] else 0
         found[way] = _surplus(taken[way], footprint.shown is None, window, place.type == "cuda")
         kept.put(way, found[way])
@@ -217,8 +217,8 @@ class _Plan:
         weights = self.sizes.weights - self.sizes.layer_weights + part
         sizes = replace(self.sizes, layers=layers, layer_weights=part, weights=weights)
         # A call answers one question.
-        asked = QUESTIONS if costs.needs_session(recipe, self.work) else 1
-        work = replace(self.work, frames=units * sizes.pace, questions=asked, answer=ANSWER)
+        asked = QUESTIONS if costs.needs_video_session(recipe, self.work) else 1
+        work = replace(self.work, frames=units * sizes.frames_per_unit, questions=asked, answer=ANSWER)
         return sizes, replace(work, step_tokens=None)
 
     def affordable(
@@ -250,13 +250,13 @@ class _Plan:
             sizes, work = self._case(recipe, layers, units)
             frames = film[: work.frames]
             if built[0].device.type == "cuda" and not found:  # what compiles is not measured
-                run_timed(*built, recipe, frames, replace(work, questions=min(2, work.questions)))
+                run_and_time(*built, recipe, frames, replace(work, questions=min(2, work.questions)))
             _tidy(built[0].device)
-            taken = run_timed(*built, recipe, frames, work, clock=clock)
+            taken = run_and_time(*built, recipe, frames, work, clock=clock)
             told = costs.predict_cost(recipe, sizes, replace(work, step_tokens=taken.step_tokens), device)
             if taken.read_s > SLOW * told.read_s:
                 _tidy(built[0].device)
-                again = run_timed(*built, recipe, frames, work, clock=clock)
+                again = run_and_time(*built, recipe, frames, work, clock=clock)
                 taken = min(taken, again, key=lambda one: one.read_s)
             found[layers, units] = taken, told
         return found
@@ -303,7 +303,7 @@ def _reduced(
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]
         if processor is None:
-            processor = stock.load(model)  # type: ignore[arg-type]
+            processor = stock.load_processor(model)  # type: ignore[arg-type]
     built: Any = shapes.build_from_config(config, dtype, place)
     family: Any = adapter_for(built)
     if family.recurrent_layers(built):

@@ -139,7 +139,7 @@ class HFRunner(Runner):
 
         with Hooks() as hooks:
             if kept:  # the whole model's forward does not take them
-                hooks.add_pre_hook(self.family.text(self.model), give)
+                hooks.add_pre_hook(self.family.text_model(self.model), give)
             return self._read(positions, inputs_embeds=embeds)
 
     @torch.no_grad()
@@ -151,7 +151,7 @@ class HFRunner(Runner):
         if states and branches is not None:  # a tree goes through the layers' modules
             # And so do all steps from now on where the plain cache would be copied back and forth.
             steps, self.steps = None, steps if self._moved is None else None
-        if steps is not None and (width := steps.width(count, branches)):
+        if steps is not None and (width := steps.padded_row_count(count, branches)):
             return steps(self.memory(), self.delta, ids, width, branches, [*states.values()])
         self.sync_cache()
         held = self.length()
@@ -171,7 +171,7 @@ class HFRunner(Runner):
             sees, dtype = branches.sees.to(ids.device), next(self.model.parameters()).dtype
             mask = torch.zeros(count, held + count, dtype=dtype, device=ids.device)
             mask[:, held + count - sees.shape[1] :].masked_fill_(~sees, torch.finfo(dtype).min)
-            more["attention_mask"] = self.family.tree_mask(self.model, mask[None, None], positions)
+            more["attention_mask"] = self.family.tree_mask_argument(self.model, mask[None, None], positions)
         self.cache.branches = branches
         try:
             out = self.model(

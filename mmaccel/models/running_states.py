@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.streams.parts import RunningStates
-from mmaccel.models.recurrent import RecurrentCacheLayer, copy_all
+from mmaccel.models.recurrent import RecurrentCacheLayer, copy_by_dtype
 
 NAMES = "running conv", "running state"
 """Of the two parts of a state, where it is saved."""
@@ -28,24 +28,27 @@ class StreamRecurrentStates(RunningStates):
             self._passes, {number: one.module for number, one in self.states.items()}
         )
         made = (one.begin_fork(other.states[number]) for number, one in self.states.items())
-        copy_all([pair for some in made for pair in some])
+        copy_by_dtype([pair for some in made for pair in some])
         return other
 
     def restore(self, fork: StreamRecurrentStates) -> None:
-        made = (one.begin_restore(fork.states[number].mark()) for number, one in self.states.items())
-        copy_all([pair for some in made for pair in some])
+        made = (
+            one.begin_restore(fork.states[number].checkpoint_before_step())
+            for number, one in self.states.items()
+        )
+        copy_by_dtype([pair for some in made for pair in some])
 
-    def crop(self, count: int) -> None:
-        with self._passes.busy():
+    def undo_rows(self, count: int) -> None:
+        with self._passes.hold_model():
             for state in self.states.values():
                 state.crop(count)
 
     def accept(self, path: Tensor) -> None:
-        with self._passes.busy():
+        with self._passes.hold_model():
             for state in self.states.values():
                 state.accept(path)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def named_tensors(self) -> dict[str, Tensor]:
         held = ((number, *state.checkpoint()) for number, state in self.states.items())
         both = ((number, state) for number, _, state in held if state is not None)
         return {f"{name} {number}": x for number, state in both for name, x in zip(NAMES, state, strict=True)}

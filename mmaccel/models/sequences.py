@@ -120,7 +120,7 @@ class StreamCache(Cache):
             if self._free.detach() is not None:
                 live.close()
 
-    def counters_of_call(self, now: Mapping[str, float]) -> dict[str, float]:
+    def counters_since_last_call(self, now: Mapping[str, float]) -> dict[str, float]:
         """Return the memory's counters `now`, at the end of a call, with the events since the last one's."""
         before, self._counted = self._counted, now
         return counters_since(before, now)
@@ -140,7 +140,10 @@ class StreamCache(Cache):
                     f"{name}: past_key_values has read the images and videos of its conversation, and takes no more; leave "
                     "the pixels out, or leave past_key_values out and give all of them."
                 )
-        ids, begun = inputs["input_ids"].to(self.ids.device), self.prompt.begun.to(self.ids.device)
+        ids, begun = (
+            inputs["input_ids"].to(self.ids.device),
+            self.prompt.ids_through_last_video.to(self.ids.device),
+        )
         if ids.shape[1] <= len(begun) or not torch.equal(ids[0, : len(begun)], begun):
             raise ModelError(
                 f"input_ids: they do not begin with the {len(begun)} tokens that past_key_values has read, up to the last "
@@ -187,7 +190,7 @@ def cache_length(cache: Any) -> int:
 
 def unpadded_cache_layout(attachment: ModelAttachment, cache: Any) -> Columns | None:
     """Layout of the tokens in `cache`, if it holds one sequence without padding that is known; else None."""
-    found, past = attachment.columns_of(cache), cache_length(cache)
+    found, past = attachment.cached_columns(cache), cache_length(cache)
     if found is None or found.layout.batch != 1 or found.layout.length < past:
         return None
     layout = found.layout.select_tokens(slice(0, past))
@@ -299,7 +302,7 @@ def check_single_row(field: str, verdict: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingDistribution:
     """Maps (ids before [S], logits [V]) of one token to probabilities [V], by logits processors. It is a class, not a
     closure, so that it can be pickled."""
 

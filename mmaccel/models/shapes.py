@@ -133,7 +133,7 @@ def _spread(conf: Any, shallow: Any, dtype: torch.dtype, devices: Sequence[torch
     with torch.device(devices[0]):
         model: Any = AutoModelForImageTextToText.from_config(shallow, dtype=dtype)
     family: Any = adapter_for(model)
-    text = family.text(model)
+    text = family.text_model(model)
     first = text.layers[0]
     depth = conf.text_config.num_hidden_layers
     # What every part holds is this one configuration: it learns of the layers that are to come.

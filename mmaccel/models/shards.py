@@ -16,7 +16,7 @@ SAMPLED = 1024
 """Elements that the digest reads of each projection, evenly spaced."""
 
 
-def digest(model: nn.Module, attentions: Iterable[Any]) -> str | None:
+def checksum(model: nn.Module, attentions: Iterable[Any]) -> str | None:
     """Checksum of the query and key projections; None if one is not a floating-point matrix (quantized), or if the model is
     sharded over processes."""
     if tensor_parallel_size(model) > 1:

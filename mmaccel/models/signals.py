@@ -61,7 +61,9 @@ class HiddenStateHook(PrefillHook):
 
 def hook_hidden_states(hooks: Hooks, layers: Sequence[nn.Module], *pruners: TokenPruner) -> None:
     """Install an `HiddenStateHook` for each hidden state that the draft's `pruners` read."""
-    wanted = {index for pruner in pruners for stage in pruner.stages(len(layers)) for index in stage.hidden}
+    wanted = {
+        index for pruner in pruners for stage in pruner.pruning_stages(len(layers)) for index in stage.hidden
+    }
     for index in sorted(wanted):
         if index < len(layers):
             hooks.add_pre_hook(layers[index], HiddenStateHook(index))
@@ -100,7 +102,7 @@ class DraftPruningProbe(ForwardProbe):
             raise ModelError(f"prune {pruner.name!r} takes one sequence at a time; give prompts one by one.")
         self.pruner, self.layout, self.on_kept, self.fail = pruner, layout, on_kept, fail
         self.depth = owner.view.geometry.layers
-        (self.stage,) = pruner.stages(self.depth)
+        (self.stage,) = pruner.pruning_stages(self.depth)
         self.held: dict[int, Tensor | None] = {}
         """The columns of the prompt that a layer holds, for each layer that was heard; None: all."""
         self.total = pruner.candidates(layout).numel()

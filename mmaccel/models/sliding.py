@@ -84,10 +84,10 @@ class SlidingWindowKVState(KVState):
         for part in self._parts:
             part.reset()
 
-    def reorder(self, rows: Tensor) -> None:
+    def select_sequences(self, rows: Tensor) -> None:
         self._let_go()
         for part in self._parts:
-            part.reorder(rows)
+            part.select_sequences(rows)
 
     def nbytes(self) -> int:
         return sum(part.nbytes() for part in self._parts)

@@ -51,7 +51,7 @@ def shared_captured_steps(stream: Any) -> CapturedStreamSteps:
     return found  # type: ignore[no-any-return]
 
 
-def warm_up(stream: Any, state: StreamState, running: Any) -> None:
+def capture_answer_step(stream: Any, state: StreamState, running: Any) -> None:
     """Warm up before the first token: run an answer's step on `state` until it is captured as a CUDA graph."""
     word = stream.embed_tokens(torch.zeros(1, dtype=torch.long, device=stream.device))
     steps, length = stream._few, state.length()
@@ -59,9 +59,9 @@ def warm_up(stream: Any, state: StreamState, running: Any) -> None:
         state.begin_pass(StreamPass(kind="answer", rows=1))
         new = steps.can_run_fused(word) and not steps.is_captured(state.write_slot_per_layer())
         if new:
-            stream.run(state, word, few=True, running=running)
+            stream.run_layers(state, word, few=True, running=running)
             if running is not None:
-                running.crop(-1)
+                running.undo_rows(-1)
         state.end_pass()
         state.truncate(length)
         if not new:
@@ -82,13 +82,14 @@ class CapturedVisionTower:
         ((name, pixels), *more), family = inputs.items(), self._family
         if more or not family.pixels_alone or math.prod(pixels.shape[:-3]) > FRAMES:
             return None
-        text, device, multimodal = family.text(self._model), pixels.device, family.multimodal(self._model)
+        text, multimodal = family.text_model(self._model), family.multimodal(self._model)
+        device = pixels.device
         roots = [one for one in multimodal.children() if one is not text]
-        if self._watched is None or not self._watched.same(roots):
+        if self._watched is None or not self._watched.is_unchanged(roots):
             self._watched = ModuleFingerprint(roots)
         away = any(weight.device != device for one in roots for weight in one.parameters())
         replaced = any("forward" in vars(module) for one in roots for module in one.modules())
-        if away or replaced or self._watched.hooked() or torch.is_autocast_enabled(device.type):
+        if away or replaced or self._watched.has_hooks() or torch.is_autocast_enabled(device.type):
             return None
         # Not in `roots`: weights of the model itself, such as the newline's.
         own = tuple(weight.data_ptr() for weight in multimodal.parameters(recurse=False))
@@ -134,14 +135,14 @@ class CapturedStreamSteps:
         layers: list[Any] = list(self._family.layers(self.model))
         if next(layers[0].parameters()).device != rows.device:
             return False
-        activation = getattr(self._family.text(self.model).config, "hidden_act", "")
+        activation = getattr(self._family.text_model(self.model).config, "hidden_act", "")
         windows = [getattr(getattr(one, "self_attn", None), "sliding_window", None) for one in layers]
         choices = activation, windows
-        if self._watched is None or choices != self._choices or not self._watched.same(layers):
+        if self._watched is None or choices != self._choices or not self._watched.is_unchanged(layers):
             self._watched, self._choices = ModuleFingerprint(layers), choices
             self._known = can_fuse_layers(layers, activation, self._family)
             self._lay(layers if self._known else [])
-        self._sure = (fits := self._known and not self._watched.hooked()) and again
+        self._sure = (fits := self._known and not self._watched.has_hooks()) and again
         return fits
 
     def _lay(self, layers: list[Any]) -> None:
@@ -159,7 +160,7 @@ class CapturedStreamSteps:
         """Mark the layers as unchecked, since the next pass is no answer; the next `can_run_fused` checks them again."""
         self._sure, self._sides, self._lie = False, [], ()
 
-    def run(
+    def run_captured_step(
         self,
         run: ForwardPass,
         embeds: Tensor,
@@ -167,7 +168,7 @@ class CapturedStreamSteps:
         slots: list[CacheSlot] | None = None,
         running: Any = None,
     ) -> Tensor:
-        """Final hidden states [n, E] of `embeds` [n, E], as in `StreamModel.run`; `slots`: all layers' slots, if known."""
+        """Final hidden states [n, E] of `embeds` [n, E], as in `StreamModel.run_layers`; `slots`: those of all layers."""
         # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
         self._replays.set_data_place(self._watched)
         states: list[RecurrentCacheLayer] = [] if running is None else [*running.states.values()]
@@ -184,7 +185,7 @@ class CapturedStreamSteps:
         assert self._state_slots is not None
         told = torch.tensor([self._state_slots.begin_step(layers, count)])
         place = self._replays.get_buffer("told", (1, 4), torch.long).copy_(told)
-        return StepStates(place, self._state_slots.all_slots())
+        return StepStates(place, self._state_slots.journals_and_states())
 
     def _slot_count(self) -> int | None:
         """Slots of recurrent states, which lie elsewhere when there are more of them: graphs are named by it."""
@@ -246,7 +247,7 @@ class CapturedStreamSteps:
                 break
             if not whole:
                 self._replays((number, width), partial(self._rest, number, x, attended, qkv, carried), lies)
-        return fused_norm(self._family.text(self.model).norm, x[:n], self._family), errors
+        return fused_norm(self._family.text_model(self.model).norm, x[:n], self._family), errors
 
     def _entered(self, embeds: Tensor) -> Tensor:
         """[width, E] what enters the first layer: `embeds` [n, E], filled up."""
@@ -283,7 +284,7 @@ class CapturedStreamSteps:
             return ()
 
         self._replays(("answer", count), work, at=at)
-        return fused_norm(self._family.text(self.model).norm, x[: len(embeds)], self._family)
+        return fused_norm(self._family.text_model(self.model).norm, x[: len(embeds)], self._family)
 
     def _named(self, slots: list[CacheSlot]) -> tuple[list[Any], list[int], list[int], list[int], Any]:
         """Of a step: the angles and first columns that layers have, which of these each has, and what its capture goes by

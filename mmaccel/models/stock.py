@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import ModelError, shown
+from mmaccel.core.errors import ModelError, quoted
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped
 from mmaccel.models.chat import ChatText, as_messages, tokenize
@@ -73,7 +73,7 @@ class HFProcessor(Processor):
         """Write the files that transformers' `AutoProcessor` reads."""
         self.stock.save_pretrained(folder)
 
-    def pixels(
+    def prepare_pixels(
         self, frames: Tensor, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
         given = {"videos": [frames], "video_metadata": [_metadata(frames, None)], "do_sample_frames": False}
@@ -187,7 +187,7 @@ def wrap_processor(
         return guarded
     if not all(hasattr(processor, name) for name in ("tokenizer", "apply_chat_template", "save_pretrained")):
         raise ModelError(
-            f"processor: {shown(processor)} is none; give the model's own, by mmaccel.load_processor or AutoProcessor."
+            f"processor: {quoted(processor)} is none; give the model's own, by mmaccel.load_processor or AutoProcessor."
         )
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -199,7 +199,9 @@ def wrap_processor(
     return HFProcessor(processor, model_type, special_tokens=special_tokens)
 
 
-def load(source: str | Path, revision: str | None = None, *, special_tokens: bool = True) -> Processor:
+def load_processor(
+    source: str | Path, revision: str | None = None, *, special_tokens: bool = True
+) -> Processor:
     """Load the processor of a model folder or hub name: transformers' own where torchvision is installed, else ours."""
     place = local_folder(resolve_model_name(source), revision)
     stock = _stock(place) if find_spec("torchvision") is not None else None

@@ -55,29 +55,29 @@ class StreamForwardPasses:
     def __init__(self, model: nn.Module, family: Any, attachment: Any = None) -> None:
         self.model, self.family, self._attachment = model, family, attachment
         self.view = ModelView(model, family, adapter_for)
-        self.frames_a_step = family.pace(model)
+        self.frames_a_step = family.frames_per_unit(model)
         self.device, self.dtype = home_device(model), family.token_embedding(model).weight.dtype
         self.layer_devices = [home_device(layer) for layer in family.attended_layers(model)]
         recipe = Recipe() if attachment is None else attachment.owner.recipe
         plain = AttentionConfig(recipe, "auto", sliding_window_kernel(self.device, self.dtype))
         self.attention = plain if recipe.sparse.dense else attachment.owner.attention
-        self.text: Any = family.text(model)
+        self.text: Any = family.text_model(model)
         self._gate, self.turns = model_lock(self.text), fair_lock_of(self.text)
         self._between = partial(self.turns.yield_between_layers, self.device)
 
-    def ready(self, state: Any, running: Any) -> None:
+    def warm_up_decoding(self, state: Any, running: Any) -> None:
         if self.device.type in step.DEVICES:
-            step.warm_up(self, state, running)
+            step.capture_answer_step(self, state, running)
 
     @cached_property
     def _few(self) -> step.CapturedStreamSteps:
         """The captured steps of questions, made where one is asked on a device that captures."""
         return step.CapturedStreamSteps(self.model, self.family)
 
-    def encoded(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
+    def encode_prompt_video(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
         """Encode a video's `inputs`, `units` time steps of `unit` tokens: features [n, P, E] of the stream's units (time
         steps, or what the recipe's pruner keeps of each group of them), and [m, E] of separator tokens at the end."""
-        with self.busy(), tower_batched(self.family, self.model, fuse=False), Hooks() as hooks:
+        with self.hold_model(), tower_batched(self.family, self.model, fuse=False), Hooks() as hooks:
             listens = self.frame_pruner and reads_vision_tower(self.frame_pruner)
             vision = VisionAttentionProbe(hooks, self.model, self.family) if listens else None
             captures = not listens and self.device.type in step.DEVICES
@@ -102,7 +102,7 @@ class StreamForwardPasses:
         return StreamRecurrentStates(self, states) if states else None
 
     @property
-    def pace(self) -> int:  # type: ignore[override]
+    def frames_per_unit(self) -> int:  # type: ignore[override]
         return self.frames_a_step * (1 if self.frame_pruner is None else self.frame_pruner.group)
 
     @property
@@ -128,7 +128,7 @@ class StreamForwardPasses:
         with torch.inference_mode(False), torch.no_grad():
             return self.family.logits(self.model, hidden)
 
-    def run(
+    def run_layers(
         self,
         state: StreamState,
         embeds: Tensor,
@@ -151,8 +151,8 @@ class StreamForwardPasses:
         if slots is None and "_few" in self.__dict__:
             self._few.invalidate_layer_check()
         if steps is not None and steps.can_run_fused(embeds, slots is not None):
-            with self.busy():
-                return steps.run(run, embeds, hidden, slots, running)
+            with self.hold_model():
+                return steps.run_captured_step(run, embeds, hidden, slots, running)
         return self._forward(run, state, embeds, hidden, input_hooks or {}, few, running)
 
     def _forward(
@@ -175,7 +175,7 @@ class StreamForwardPasses:
             running.cache, cache.branches = cache, run.branches
         positions = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         forward = self.text if self._attachment is None else self._attachment.forward
-        with self.busy(), self._hooked(state, hidden, hooks, few), cache.at_work():
+        with self.hold_model(), self._hooked(state, hidden, hooks, few), cache.at_work():
             out = forward(
                 inputs_embeds=embeds[None],
                 position_ids=positions.expand(3, 1, -1) if self.family.mrope else positions,
@@ -189,20 +189,20 @@ class StreamForwardPasses:
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     @property
-    def shares(self) -> bool:  # type: ignore[override]
+    def can_batch_answers(self) -> bool:  # type: ignore[override]
         return step.shared_captured_steps(self).can_run_fused(torch.empty(1, 0, device=self.device))
 
-    def run_each(self, passes: Any, embeds: Tensor, units: bool = False) -> Any:
+    def run_batched_passes(self, passes: Any, embeds: Tensor, units: bool = False) -> Any:
         if units:
             joined = BatchedStreamPass(passes, self._between)
             return self._forward(joined, joined, embeds, passes[0][2], {}), joined.errors
-        with self.busy():
+        with self.hold_model():
             return step.shared_captured_steps(self).run_batched_answers(passes, embeds)
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
-        with self._gate.call():
-            if self._gate.attached is not self._attachment:
+    def hold_model(self) -> Iterator[None]:
+        with self._gate.call_without_recipe():
+            if self._gate.attached_recipe is not self._attachment:
                 raise ModelError(
                     "the model is accelerated; detach the recipe before a session uses it, or give the session its own copy."
                 )
@@ -237,7 +237,7 @@ class StreamForwardPasses:
         layers, shared = self.family.attended_layers(self.model), self.text.config
         inside = self.family.attentions(self.model)
         with Hooks() as hooks:
-            hooks.add_hook(self.family.rotary(self.model), unturned)
+            hooks.add_hook(self.family.rotary_module(self.model), unturned)
             if self._attachment is None:  # else all of this is there
                 # Where a module's own code can be told so, it does not even multiply by one.
                 rebind_function(hooks, inside, self.family.rotate_function, left)
@@ -274,7 +274,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
         self.processor = processor
         self._units: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
 
-    def clips(
+    def iterate_clips(
         self, video: Any, fps: float | None, check: Callable[[], None] | None = None
     ) -> Generator[Clip, None, None]:
         return iterate_video_clips(self.processor, video, fps, check)
@@ -295,7 +295,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
                 f"frames of {frames.shape[3]}x{frames.shape[2]} come to the model in a size that depends on their number; "
                 "set cap_pixels_per_frame to false in the processor's video settings."
             )
-        return self.encoded(inputs, frames.shape[0] // self.frames_a_step, unit)
+        return self.encode_prompt_video(inputs, frames.shape[0] // self.frames_a_step, unit)
 
     @property
     def batched(self) -> Hashable | None:  # type: ignore[override]
@@ -306,7 +306,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
         return None if alone else id(getattr(self.processor, "stock", self.processor))
 
     def _pixels(self, frames: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
-        return self.processor.pixels(frames, device=self.device, dtype=self.dtype)
+        return self.processor.prepare_pixels(frames, device=self.device, dtype=self.dtype)
 
     def _unit(self, size: tuple[int, int]) -> tuple[tuple[int, int], int]:
         """What frames of (height, width) come to: the size in which the model sees them, and the tokens of a unit."""
@@ -322,7 +322,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
     def head_ids(self) -> Tensor:
         return self._template[0]
 
-    def question(self, text: Any) -> Question:
+    def make_question(self, text: Any) -> Question:
         ids, words = self.question_ids(text)
         asking = Question(ids, words, self.embed_tokens(ids), suffix_length=self._template[2])
         images = [] if isinstance(text, str) else dialogue.question_messages(text)[2]
@@ -396,5 +396,5 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
         """[1, n] ids of the video of `inputs`, which show nothing else."""
         return inputs["input_ids"]  # type: ignore[no-any-return]
 
-    def signature(self) -> str:
+    def weights_checksum(self) -> str:
         return shards.weights_checksum(self.model)

@@ -17,7 +17,7 @@ from mmaccel.core.attach import adapter_for, attached
 from mmaccel.core.errors import VideoError, warn
 from mmaccel.core.memory.buffers import free_host_bytes
 from mmaccel.core.recipe import Recipe
-from mmaccel.models.prompt_layout import Budget, max_positions
+from mmaccel.models.prompt_layout import VideoBudget, max_positions
 from mmaccel.models.shipped import WORLD
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ STATES = 12
 """Vectors of the hidden size that a layer holds of each token while it runs, with its feed-forward block."""
 
 
-def processor_frame_budget(processor: Any) -> Budget:
-    """The family's default `Budget`, updated by the video settings in the model's own folder."""
-    known = Budget() if processor.style is None else processor.style.budget
+def processor_frame_budget(processor: Any) -> VideoBudget:
+    """The family's default `VideoBudget`, updated by the video settings in the model's own folder."""
+    known = VideoBudget() if processor.style is None else processor.style.budget
     settings = processor.stock.video_processor if processor.video is None else processor.video
     fps, number, least, most = (
         getattr(settings, name, None) for name in ("fps", "num_frames", "min_frames", "max_frames")
     )
     if fps is not None:
-        known = replace(known, fps=fps, most=Budget.most if known.fps is None else known.most)
+        known = replace(known, fps=fps, most=VideoBudget.most if known.fps is None else known.most)
     elif number is not None:
         known = replace(known, fps=None, most=number)
     known = replace(known, multiple=getattr(settings, "temporal_patch_size", None) or known.multiple)
@@ -49,11 +49,11 @@ def processor_frame_budget(processor: Any) -> Budget:
 
 
 def budgeted_frame_size(processor: Any, frames: int, height: int, width: int) -> tuple[int, int] | None:
-    """Return the (height, width) to which `frames` frames of a file are scaled by the model's `Budget`; None if the
+    """Return the (height, width) to which `frames` frames of a file are scaled by the model's `VideoBudget`; None if the
     processor's own settings decide."""
     from mmaccel.media import preprocess
 
-    wanted = processor_frame_budget(processor).size(frames, height, width)
+    wanted = processor_frame_budget(processor).frame_size(frames, height, width)
     if wanted is None or not processor.own_video_settings:
         return wanted
     own = preprocess.resized_size(processor.video, frames, height, width)
@@ -73,7 +73,7 @@ def warn_tiny_model_video(processor: Any, path: Any, device: bool = False) -> No
         warn(f"{name} knows only the world of `mmaccel-lab world`; what it says of {path} means nothing.")
 
 
-def read_sampled(
+def read_sampled_video(
     processor: Any,
     path: str | os.PathLike[str],
     *,
@@ -98,7 +98,7 @@ def read_sampled(
     if max_frames is not None:
         usual = replace(usual, most=max_frames, multiple=min(usual.multiple, max_frames) or 1)
     if frames is None and fps is None:
-        how.update(frames=usual.count, fps=usual.fps, max_frames=usual.most)
+        how.update(frames=usual.frame_count, fps=usual.fps, max_frames=usual.most)
     else:
         how.update(frames=frames, fps=fps, max_frames=max_frames)
     video = media.read(path, fit=fit, **how)
@@ -117,7 +117,7 @@ def read_prompt_video(
     if frames == "auto":
         frames, told = max_frames_that_fit(processor, model, path)
         warn(f"{told}.")
-    taken = read_sampled(processor, path, fps=rate, frames=frames)
+    taken = read_sampled_video(processor, path, fps=rate, frames=frames)
     return taken.frames, taken.fps
 
 
@@ -137,13 +137,16 @@ def max_frames_that_fit(
     if not total:
         raise VideoError(f"frames='auto': {path} does not tell its number of frames; give the number.")
     family: Any = adapter_for(model)
-    text = family.text(model)
-    usual = processor_frame_budget(processor).count(total, rate)
+    text = family.text_model(model)
+    usual = processor_frame_budget(processor).frame_count(total, rate)
     size = budgeted_frame_size(processor, usual, height, width) or (height, width)
-    pace = family.pace(model)
+    frames_per_unit = family.frames_per_unit(model)
     # The second unit as late as the last: where its time is written, that is the longest.
     late = rate / total
-    few, more = (_prompt(processor, torch.zeros(pace * n, 3, *size, dtype=torch.uint8), late) for n in (1, 2))
+    few, more = (
+        _prompt(processor, torch.zeros(frames_per_unit * n, 3, *size, dtype=torch.uint8), late)
+        for n in (1, 2)
+    )
 
     def slope(of: Callable[[dict[str, Tensor]], float]) -> float:
         return of(more) - of(few)
@@ -169,30 +172,33 @@ def max_frames_that_fit(
         def over(steps: int) -> bool:
             """Whether so many steps of time, over all of the video, leave too few positions."""
             at = _prompt(
-                processor, torch.zeros(pace, 3, *size, dtype=torch.uint8), steps * pace / total * rate
+                processor,
+                torch.zeros(frames_per_unit, 3, *size, dtype=torch.uint8),
+                steps * frames_per_unit / total * rate,
             )
             made = family.positions(model, at)
             # Rows and columns of the last step begin at its time, which is no sum of both.
             begin = made[0, 0, 0] if made.ndim == 3 and processor.style is not None else made.max()
-            last = max(int(made.max()), int(begin + family.step_positions(model, at, steps)[-1]))
+            last = max(int(made.max()), int(begin + family.time_step_positions(model, at, steps)[-1]))
             return max(last, first + apart * (steps - 1)) + RESERVE >= limit
 
         rooms[f"the model has {limit} positions"] = (
-            bisect.bisect_left(range(1, -(-total // pace) + 1), True, key=over) * pace
+            bisect.bisect_left(range(1, -(-total // frames_per_unit) + 1), True, key=over) * frames_per_unit
         )
     told = f"{free / 2**30:.1f} GiB are free on {device}"
-    rooms[told] = SHARE * free / ((tokens * held + pixels) * each) * pace
+    rooms[told] = SHARE * free / ((tokens * held + pixels) * each) * frames_per_unit
     rooms[f"{host / 2**30:.1f} GiB of host memory are free"] = SHARE * host / (2 * 3 * height * width)
     why = min(rooms, key=lambda name: rooms[name])
-    count = int(min(rooms[why], total)) // pace * pace
-    if not count and total >= pace:
+    count = int(min(rooms[why], total)) // frames_per_unit * frames_per_unit
+    if not count and total >= frames_per_unit:
         raise VideoError(
-            f"frames='auto': there is no room for {pace} frames of {path}, for {why}; give frames=, or smaller ones."
+            f"frames='auto': there is no room for {frames_per_unit} frames of {path}, for {why}; give frames=, "
+            "or smaller ones."
         )
     count = max(count, 1)
     return (
         count,
-        f"frames='auto' took {count} of {total} frames, about {tokens / pace * count:.0f} tokens: {why}",
+        f"frames='auto' took {count} of {total} frames, about {tokens / frames_per_unit * count:.0f} tokens: {why}",
     )
 
 

@@ -43,7 +43,7 @@ def why_not_batchable(model: nn.Module, family: Any, cache: Any) -> str | None:
         return "its layers are not of a kind that a shared step computes"
     home, dtype = home_device(model), next(model.parameters()).dtype
     even = family.geometry(model).head_dim % SeparateKVCaches.aligned == 0
-    if home.type == "cuda" and (dtype == torch.float64 or not even or operator.triton_unusable(home)):
+    if home.type == "cuda" and (dtype == torch.float64 or not even or operator.why_triton_unusable(home)):
         return "the kernels of a shared step do not run on this device, or in this type"
     return None
 
@@ -60,7 +60,7 @@ class KVBufferAddresses:
 
     @staticmethod
     def of(state: KVState, room: int) -> KVBufferAddresses:
-        pairs = state.buffers(room)
+        pairs = state.layer_buffers(room)
         return KVBufferAddresses(
             state, pairs, min(key.shape[2] for key, _ in pairs), torch.tensor([*map(_places, pairs)])
         )
@@ -152,7 +152,7 @@ class BatchedDecodeSteps:
         words: Any = model.get_input_embeddings()  # type: ignore[operator]
         home = words.weight.device
         line = torch.arange(self._places, device=home)
-        angles = family.angles(model, line.expand(3, -1) if family.mrope else line, like[0][0].dtype)
+        angles = family.rope_angles(model, line.expand(3, -1) if family.mrope else line, like[0][0].dtype)
         rope = torch.stack([angle[0] for angle in angles])
         cuts = loading.device_runs([key.device for key, _ in like], home)
         for device in {device for device, _ in cuts}:
@@ -209,7 +209,7 @@ class BatchedDecodeSteps:
         if count > len(some):
             some += [self._state_slots.begin_step(self._nobody, 0)] * (count - len(some))
         room = self._parts[0].replays.get_buffer("told", (MOST, 4), torch.long)[:count]
-        return StepStates(room.copy_(torch.tensor(some)), self._state_slots.all_slots())
+        return StepStates(room.copy_(torch.tensor(some)), self._state_slots.journals_and_states())
 
     def _run(
         self,

@@ -19,9 +19,9 @@ from transformers import (
     StopStringCriteria,
 )
 
-from mmaccel.core.errors import ModelError, nearest
+from mmaccel.core.errors import ModelError, nearest_name
 from mmaccel.core.streams.parts import TokenChoice
-from mmaccel.models.sequences import STATEFUL, Sampling
+from mmaccel.models.sequences import STATEFUL, SamplingDistribution
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Settings that act where tokens are drawn."""
@@ -48,7 +48,9 @@ def build_token_choice(
     tokens."""
     for name in settings:
         if name not in SETTINGS:
-            raise ModelError(f"{name}: it is no setting of an answer; {nearest(name, SETTINGS)}leave it out.")
+            raise ModelError(
+                f"{name}: it is no setting of an answer; {nearest_name(name, SETTINGS)}leave it out."
+            )
     given = {name: value for name, value in settings.items() if value is not None}
     idle = [name for name in (*SAMPLING, "seed") if name in given and not given.get("do_sample")]
     if idle:
@@ -93,7 +95,7 @@ def build_token_choice(
                 f"{field}: it keeps state for each token, and a draft's tokens may be rejected; leave it or the draft out."
             )
     sample = found["generation_config"].do_sample
-    warp = Sampling(processors, sample) if sample or processors else None
+    warp = SamplingDistribution(processors, sample) if sample or processors else None
     generator = None if seed is None else torch.Generator(adapter.device).manual_seed(int(seed))
     criteria = found["stopping_criteria"]
     return TokenChoice(warp, generator, lambda ids: bool(criteria(ids, ()).any()))

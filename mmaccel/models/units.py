@@ -35,7 +35,7 @@ class TextAroundUnits:
         if head[-1:] == later[-1:] and tail[:1] == after[:1]:
             # What a template has around the place stands around each frame; releases differ in whether it also stays.
             marks = [processor.decode(ids, skip_special_tokens=False) for ids in (head[-1:], tail[:1])]
-            frames = torch.zeros(family.pace(model), 3, 64, 64, dtype=torch.uint8)
+            frames = torch.zeros(family.frames_per_unit(model), 3, 64, 64, dtype=torch.uint8)
             made = processor(processor.video_token.join(marks), videos=[frames], add_special_tokens=False)
             if int(made["input_ids"][0, 0]) != head[-1]:
                 head, tail = head[:-1], tail[1:]
@@ -54,7 +54,7 @@ class TextAroundUnits:
             ids += [piece] if whole else self._tokenizer(piece, add_special_tokens=False)["input_ids"]  # type: ignore[list-item]
         return ids
 
-    def ids(self, moment: Moment) -> Around:
+    def text_ids(self, moment: Moment) -> Around:
         before, after = self._plain(moment)
         before = before if moment[0] else self._lead + before
         if (len(before), len(after)) != self.length:
@@ -110,12 +110,12 @@ class TimestampedStreamAdapter(HFStreamAdapter):
     def _shown(self, inputs: Mapping[str, Any], times: Sequence[float]) -> Tensor:
         if not any(self.text_around_unit):
             return super()._shown(inputs, times)
-        ids, pace, shown = inputs["input_ids"], self.frames_a_step, list[int]()
+        ids, frames_per_unit, shown = inputs["input_ids"], self.frames_a_step, list[int]()
         # Of a frame that repeats the last some processors leave tokens out, of the first none.
         holders = self.family.placeholders(self.model)
         visual = next([*run] for held, run in groupby(ids[0].tolist(), holders.__contains__) if held)
-        for first in range(0, len(times), pace):
-            before, after = self._written.ids((first, times[first : first + pace]))
+        for first in range(0, len(times), frames_per_unit):
+            before, after = self._written.text_ids((first, times[first : first + frames_per_unit]))
             shown += [*before, *visual, *after]
         return torch.tensor([shown], device=ids.device)
 
@@ -128,18 +128,20 @@ class TimestampedStreamAdapter(HFStreamAdapter):
             super(TimestampedStreamAdapter, self)._pixels(unit, size)
             for unit in frames.split(self.frames_a_step)
         ]
-        rows = [self.family.pixels_by_frame(self.model, one)[0] for one in each]
-        return self.family.pixels_by_frame(self.model, each[0])[1](torch.cat(rows))  # type: ignore[no-any-return]
+        rows = [self.family.split_pixels_by_frame(self.model, one)[0] for one in each]
+        return self.family.split_pixels_by_frame(self.model, each[0])[1](torch.cat(rows))  # type: ignore[no-any-return]
 
     def prompt(
         self, frames: Tensor, fps: float | None, times: Sequence[float], tail: Sequence[int]
     ) -> dict[str, Any]:
-        made, pace = super().prompt(frames, fps, times, tail), self.frames_a_step
-        if any(self.text_around_unit) and len(frames) > pace:
-            one = super().prompt(frames[:pace], fps, times, tail)
+        made, frames_per_unit = super().prompt(frames, fps, times, tail), self.frames_a_step
+        if any(self.text_around_unit) and len(frames) > frames_per_unit:
+            one = super().prompt(frames[:frames_per_unit], fps, times, tail)
             size, whole = (self.family.frame_size(self.model, inputs) for inputs in (one, made))
             made |= {} if size == whole else {**one, **self._pixels(frames, size)}
         return {name: x for name, x in made.items() if name != "video_compression_mask"}
 
     def embed_units(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
-        return unit_embeds(self.embed_tokens, features, [self._written.ids(moment) for moment in moments])
+        return unit_embeds(
+            self.embed_tokens, features, [self._written.text_ids(moment) for moment in moments]
+        )

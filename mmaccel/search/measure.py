@@ -69,7 +69,7 @@ class _Enough(Exception):
     """No layer further down is wanted."""
 
 
-def visit_layers(
+def visit_attention_inputs(
     model: nn.Module,
     inputs: Mapping[str, Any],
     visit: Callable[[CapturedLayer], None],
@@ -154,12 +154,12 @@ class LayerBenchmark:
     def attend(self, plan: AttentionPlan | None) -> Tensor:
         """Attention output [1, H, S, D] of this layer under `plan`; dense attention if None."""
         if plan is None:
-            return self.dense(None)
+            return self.dense_attention(None)
         one = self.inside
         kernel = select.get(self.backend, one.query.device)
         return attend_plan(plan, one.query, one.key, one.value, one.scale, kernel)[0]
 
-    def dense(self, modality: int | None) -> Tensor:
+    def dense_attention(self, modality: int | None) -> Tensor:
         """Dense attention output [1, H, S, D] of this layer over the keys of one modality; None: over all keys."""
         if modality not in self._dense:
             one, column = self.inside, None
@@ -170,7 +170,7 @@ class LayerBenchmark:
             self._dense[modality] = dense_attend(one.query, key, value, one.scale, column=column)
         return self._dense[modality]
 
-    def errors(self, pattern: Mapping[str, Any], slot: ModalityPairSlot) -> tuple[Tensor, Tensor]:
+    def head_errors(self, pattern: Mapping[str, Any], slot: ModalityPairSlot) -> tuple[Tensor, Tensor]:
         """Two tensors [H] float64: relative error of the output against dense attention over the rows and keys of `slot`,
         and the share of causal pairs in listed blocks."""
         plan = self.plan(build_pattern(pattern))
@@ -178,9 +178,11 @@ class LayerBenchmark:
         rows = None
         if slot.query is not None:
             rows = (self.inside.layout.modality[0] == slot.query).nonzero()[:, 0]
-        return relative_error(out[0], self.dense(slot.key)[0], rows), self.kept(plan)
+        return relative_error(out[0], self.dense_attention(slot.key)[0], rows), self.kept_share(plan)
 
-    def cost(self, pattern: Mapping[str, Any], target: Mapping[str, Any], repeats: int = 3) -> dict[str, Any]:
+    def measure_cost(
+        self, pattern: Mapping[str, Any], target: Mapping[str, Any], repeats: int = 3
+    ) -> dict[str, Any]:
         """Cost of the candidate `pattern` for all heads of this layer, and of the pattern `target` measured beside it.
 
         seconds, target_seconds  attention, minimum of `repeats` alternating runs, so that disturbances hit both; None for no
@@ -204,7 +206,7 @@ class LayerBenchmark:
             else (None, None)
         )
         whole = self.inside.layout.length * (self.inside.layout.length + 1) / 2
-        pairs = [round_significant_figures(float(self.kept(each).mean()) * whole) for each in plans]
+        pairs = [round_significant_figures(float(self.kept_share(each).mean()) * whole) for each in plans]
         return {
             "pattern": dict(pattern),
             "seconds": seconds[0],
@@ -215,7 +217,7 @@ class LayerBenchmark:
             "share": round_significant_figures(pairs[0] / whole),
         }
 
-    def kept(self, plan: AttentionPlan | None) -> Tensor:
+    def kept_share(self, plan: AttentionPlan | None) -> Tensor:
         """Share of causal query-key pairs that the plan lists, [H] float64."""
         length = self.inside.layout.length
         if plan is None:
@@ -276,7 +278,7 @@ def measure_candidates(
             if candidate.state != "dear":
                 pattern = recipe_for_slot(kind, slot, candidate.pattern, block)
                 figures = [
-                    list(map(round_significant_figures, t.tolist())) for t in bench.errors(pattern, slot)
+                    list(map(round_significant_figures, t.tolist())) for t in bench.head_errors(pattern, slot)
                 ]
             for head, *pair in zip(heads, *figures, strict=True):
                 for name, value in zip(("scores", "shares"), pair, strict=True):
@@ -288,8 +290,8 @@ def measure_candidates(
             for h, head in enumerate(heads)
         }
         plan = bench.plan(LayerHeadPatterns(block=block, named=named))
-        whole = relative_error(bench.attend(plan)[0], bench.dense(None)[0], None)
-        for head, error, kept in zip(heads, whole.tolist(), bench.kept(plan).tolist(), strict=True):
+        whole = relative_error(bench.attend(plan)[0], bench.dense_attention(None)[0], None)
+        for head, error, kept in zip(heads, whole.tolist(), bench.kept_share(plan).tolist(), strict=True):
             head["errors"][kind], head["kept"][kind] = (
                 round_significant_figures(error),
                 round_significant_figures(kept),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, quoted
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.plan import AttentionPlan, element_mask
 from mmaccel.core.registry import policy, registry
@@ -90,7 +90,7 @@ def drawing_token_orders(layout: TokenLayout) -> dict[str, Tensor]:
     return found
 
 
-def pooled_attention(inside: CapturedLayer, head: int, order: Tensor, size: int) -> Tensor:
+def pool_head_attention(inside: CapturedLayer, head: int, order: Tensor, size: int) -> Tensor:
     """Attention of a head averaged into cells, [size, size] float32 (smaller for a short prompt).
 
     `order` [S] is the order of both rows and columns.
@@ -128,7 +128,7 @@ def draw_head_attention(inside: CapturedLayer, head: int, size: int = 256) -> Fi
     last = torch.arange(max(0, length - min(size, 192)), length, device=inside.query.device)
     panels = [("the last tokens", attention_weights(inside, head, last, _keys(inside, head))[:, last].cpu())]
     panels += [
-        (name, pooled_attention(inside, head, order, size))
+        (name, pool_head_attention(inside, head, order, size))
         for name, order in drawing_token_orders(inside.layout).items()
     ]
     drawn = create_figure(3.2 * len(panels), 4.2)
@@ -188,7 +188,7 @@ def demo_field_differences(name: str) -> str:
 
 
 def _short(value: Any) -> str:
-    return str(value["name"]) if isinstance(value, Mapping) and "name" in value else shown(value)
+    return str(value["name"]) if isinstance(value, Mapping) and "name" in value else quoted(value)
 
 
 def demo_pattern_plan(name: str) -> AttentionPlan:
@@ -217,7 +217,7 @@ def pair_masks_by_span(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]
     bq, bk = plan.block_q, plan.block_k
 
     def tiles(part: Any, span: Any) -> tuple[Tensor, Tensor]:
-        table = span.lists.table()[0, 0] >= 0
+        table = span.lists.to_dense_table()[0, 0] >= 0
         return element_mask(part, span, bq, bk)[0, 0], table.repeat_interleave(bq, 0).repeat_interleave(bk, 1)
 
     return [[tiles(part, span) for span in part.spans] for part in plan.parts]

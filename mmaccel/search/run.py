@@ -45,7 +45,7 @@ from mmaccel.search.space import (
     applicable_boundary_types,
     budget_rows,
     build_pattern,
-    level_all_budgets,
+    find_all_budget_steps,
 )
 
 Progress = Callable[[str, int, int | None], None]
@@ -58,7 +58,7 @@ OPTIONS |= {"model": "model", "tolerance": "tolerance", "versions": "version of 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SearchSettings:
     """Settings of the search.
 
     context    prompt length the table is for: budgets as in MMInference's Table 3 from 64k, in proportion below; None:
@@ -93,7 +93,7 @@ def search(
     model: nn.Module,
     inputs: Mapping[str, Any],
     out: str | Path,
-    settings: Settings | None = None,
+    settings: SearchSettings | None = None,
     *,
     sample: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -107,7 +107,7 @@ def search(
 
     Raises `RecipeError` or `ModelError`.
     """
-    settings, out = settings or Settings(), Path(out)
+    settings, out = settings or SearchSettings(), Path(out)
     if not out.parent.is_dir():
         raise RecipeError(f"the folder {out.parent} does not exist; create it first.")
     if out.is_dir():
@@ -130,7 +130,7 @@ def search(
             row = {"layer": inside.layer, "heads": heads, "seconds": time.perf_counter() - begin}
             parts.add({**row, "peak_bytes": peak_bytes(device)})
 
-        figures.visit_layers(model, inputs, visit, missing)
+        figures.visit_attention_inputs(model, inputs, visit, missing)
         layers = parts.layers()
         seconds = sum(parts.stored_values("spent")) + sum(row["seconds"] for row in layers.values())
         table = _build_table(about, measured, space, [layers[n]["heads"] for n in range(depth)])
@@ -144,7 +144,7 @@ def search(
 def _levelled(
     model: nn.Module,
     inputs: Mapping[str, Any],
-    settings: Settings,
+    settings: SearchSettings,
     sample: Mapping[str, Any],
     parts: SearchProgress,
     progress: Progress | None,
@@ -161,7 +161,7 @@ def _levelled(
         # Tensors of a layer are gone when the pass goes on.
         middle.append(replace(one, query=one.query.clone(), key=one.key.clone(), value=one.value.clone()))
 
-    figures.visit_layers(model, inputs, keep, {fingerprint["layers"] // 2})
+    figures.visit_attention_inputs(model, inputs, keep, {fingerprint["layers"] // 2})
     inside = middle.pop()
     layout = inside.layout
     if layout.length < 2 * settings.block:
@@ -195,18 +195,20 @@ def _levelled(
         "backend": backend,
         "versions": {name: here[name] for name in PACKAGES if here[name] is not None},
     }
-    parts.begin(about)
+    parts.begin_or_continue(about)
     bench = LayerBenchmark(inside, backend)
 
     def measure(pattern: Mapping[str, Any]) -> dict[str, Any]:
         repeats = settings.repeats if settings.cost == "seconds" else 0
-        row = bench.cost(pattern, about["target"], repeats)
+        row = bench.measure_cost(pattern, about["target"], repeats)
         parts.add({"measured": row})
         return row
 
     ledger = PatternCostTable(settings.cost, parts.stored_values("measured"), measure)
     tick = _ticking(progress, "level", len(budget_rows(scale)) * len(kinds))
-    space = level_all_budgets(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
+    space = find_all_budget_steps(
+        scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.kept_share
+    )
     parts.add({"spent": time.perf_counter() - begin})
     return about, list(ledger.rows.values()), space
 
@@ -257,7 +259,7 @@ class SearchProgress(JsonlFile):
                 if not parts.rows:
                     path.unlink(missing_ok=True)
 
-    def begin(self, about: Mapping[str, Any]) -> None:
+    def begin_or_continue(self, about: Mapping[str, Any]) -> None:
         """Start a search, or continue the stored one if its settings are equal; `RecipeError` if they differ."""
         now = json.loads(json.dumps(about))
         known = self.stored_values("about")
@@ -333,8 +335,8 @@ def recompute_table(table: Row) -> dict[str, Any]:
     scale = BudgetScale(table["context"], table["sample"]["tokens_a_frame"], table["block"], extended)
     ledger = PatternCostTable(table["cost"], table["measured"], missing)
     modalities = [m for name in table["modalities"] for m in MODALITIES if MODALITIES[m] == name]
-    space = level_all_budgets(
-        scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share
+    space = find_all_budget_steps(
+        scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.kept_share
     )
     return {**_build_table(table, table["measured"], space, table["layers"]), "target": scale.target()}
 

@@ -143,13 +143,13 @@ class BudgetScale:
     block: int
     extended: bool = False
 
-    def tokens(self, count: float) -> int:
+    def scale_tokens(self, count: float) -> int:
         """A token budget of MMInference's Table 3, scaled to this context length."""
         return max(1, round(count * min(1.0, self.context / LONG)))
 
     def window(self, count: int) -> int:
         """A window of MMInference's Table 3, scaled to this context and rounded to whole frames (unchanged from 64k on)."""
-        tokens = self.tokens(count)
+        tokens = self.scale_tokens(count)
         if self.context >= LONG or not self.frame:
             return tokens
         return max(1, round(tokens / self.frame)) * self.frame
@@ -159,16 +159,19 @@ class BudgetScale:
         return self._a_shape(*TARGET, step=0)
 
     def _a_shape(self, sink: int, window: int, step: int) -> dict[str, Any]:
-        return self._made("a_shape", sink=self.tokens(sink * STEP**step), window=self.window(window))
+        return self._made("a_shape", sink=self.scale_tokens(sink * STEP**step), window=self.window(window))
 
     def _grid(self, lines: Sequence[int], stride: str, local: int, step: int) -> dict[str, Any]:
         fields: dict[str, Any] = {line: bool(flag) for line, flag in zip(LINES, lines, strict=True)}
         if local:
-            fields |= {"window": self.tokens(local * STEP**step), "sink": self.tokens(FIRST_OF_GRID)}
+            fields |= {
+                "window": self.scale_tokens(local * STEP**step),
+                "sink": self.scale_tokens(FIRST_OF_GRID),
+            }
         return self._made("grid", stride=stride, max_stride=1024, **fields)
 
     def _vertical_slash(self, vertical: int, slash: int, step: int) -> dict[str, Any]:
-        columns, diagonals = (self.tokens(n * STEP**step) for n in (vertical, slash))
+        columns, diagonals = (self.scale_tokens(n * STEP**step) for n in (vertical, slash))
         first = {"sink": FIRST} if self.extended else {}
         return self._made("vertical_slash", vertical=columns, slash=diagonals, **first)
 
@@ -179,7 +182,7 @@ class BudgetScale:
         rows before the last see the first tokens, which its last queries do not choose, these rows are wrong
         (`VerticalSlash.sink`).
         """
-        diagonals = self.tokens(TARGET[1] * STEP**step)
+        diagonals = self.scale_tokens(TARGET[1] * STEP**step)
         return self._made("vertical_slash", vertical=self.block, slash=diagonals, sink=self.block)
 
     def _made(self, name: str, **fields: Any) -> dict[str, Any]:
@@ -240,12 +243,12 @@ class PatternCandidate:
 Cost = Callable[[Mapping[str, Any]], float]
 """What a pattern (a mapping) takes for all heads of a layer, over what the target takes."""
 Measure = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Makes the row of a pattern's costs, as `measure.LayerBenchmark.cost` does."""
+"""Makes the row of a pattern's costs, as `measure.LayerBenchmark.measure_cost` does."""
 Tick = Callable[[], None]
 """Is called as often as a step of the search is done."""
 
 
-def level_budget(
+def find_budget_step(
     row: BudgetTableRow, cost: Cost, tolerance: float, start: int = 0
 ) -> tuple[int, PatternCandidate]:
     """Find the budget step, from `start` on, at which `row` costs its share of the target; return it and the candidate.
@@ -313,13 +316,13 @@ class PatternCostTable:
         ratio: float = row[self.cost] / row[f"target_{self.cost}"]
         return ratio
 
-    def share(self, pattern: Mapping[str, Any]) -> float:
+    def kept_share(self, pattern: Mapping[str, Any]) -> float:
         """The share of causal query-key pairs that a measured pattern lists."""
         share: float = self.rows[pattern_json_key(pattern)]["share"]
         return share
 
 
-def level_all_budgets(
+def find_all_budget_steps(
     scale: BudgetScale,
     kinds: Sequence[str],
     modalities: Sequence[int],
@@ -344,7 +347,7 @@ def level_all_budgets(
 
         reached: list[tuple[int, PatternCandidate]] = []
         for row, start in zip(table, first, strict=True):
-            reached.append(level_budget(row, taken, tolerance, start))
+            reached.append(find_budget_step(row, taken, tolerance, start))
             tick()
         candidates = merge_equal_candidates([candidate for _, candidate in reached])
         if any(one.state != "dear" for one in candidates):

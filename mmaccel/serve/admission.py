@@ -119,7 +119,7 @@ class Admission:
         most = None if getattr(store, "spill", None) == "disk" else getattr(store, "host_bytes", None)
         return max(promise.last[1 + device], min(whole, (None if device else most) or whole))
 
-    def admit(self, recipe: str, fps: float | None, seconds: float) -> StreamPromise:
+    def admit_stream(self, recipe: str, fps: float | None, seconds: float) -> StreamPromise:
         """Admit a new stream and return its `StreamPromise`, released by `end`. `fps` None: a stream moved here, which is
         not refused. Raises `Refused` if promises to other streams could not be kept."""
         new, limits = StreamPromise(recipe, fps or 1.0, seconds), self._limits
@@ -154,6 +154,6 @@ class Admission:
         self._promises.append(new)
         return new
 
-    def end(self, promise: StreamPromise) -> None:
+    def release_promise(self, promise: StreamPromise) -> None:
         """Release the promise of a closed stream; a second call does nothing."""
         self._promises = [one for one in self._promises if one is not promise]

@@ -61,7 +61,7 @@ def create_app(engine: Engine, registry: Callable[[Engine], streams.Streams] = s
     @app.get("/metrics")
     async def metrics() -> Response:
         """What it did, in Prometheus' form."""
-        return Response(engine.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(engine.metrics.prometheus_text(), media_type="text/plain; version=0.0.4")
 
     _tell_errors(app, engine.settings.limits.seconds)
 

@@ -13,11 +13,11 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from mmaccel.serve.engine import Completion, Engine
-from mmaccel.serve.guard import ConnectedClient, caller_of_request, error_message
+from mmaccel.serve.guard import ConnectedClient, error_message, get_caller
 from mmaccel.serve.messages import ChatRequest
 
 router = APIRouter(tags=["OpenAI"])
-Asks = Annotated[str, Depends(caller_of_request)]
+Asks = Annotated[str, Depends(get_caller)]
 
 
 def get_engine(request: Request) -> Engine:
@@ -32,7 +32,7 @@ TheEngine = Annotated[Engine, Depends(get_engine)]
 async def list_model_names(engine: TheEngine) -> dict[str, Any]:
     """List the model, and as NAME@RECIPE the model under each recipe."""
     ids = [engine.name, *(f"{engine.name}@{recipe}" for recipe in engine.recipes)]
-    streams = engine.streams()
+    streams = engine.stream_recipe_names()
     data = [{"id": one, "object": "model", "created": 0, "owned_by": "mmaccel"} for one in ids]
     ours = {"default": engine.default, "recipes": list(engine.recipes), "streams": streams}
     return {"object": "list", "data": data, "mmaccel": ours}
@@ -41,7 +41,7 @@ async def list_model_names(engine: TheEngine) -> dict[str, Any]:
 @router.post("/v1/chat/completions")
 async def completions(body: ChatRequest, request: Request, engine: TheEngine, asks: Asks) -> Any:
     """A chat completion, whole or by server-sent events; greedy without `temperature`."""
-    engine.recipe(body.model, body.mmaccel.recipe)
+    engine.find_recipe(body.model, body.mmaccel.recipe)
     made: dict[str, Any] = {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
         "created": int(time.time()),
@@ -53,7 +53,7 @@ async def completions(body: ChatRequest, request: Request, engine: TheEngine, as
     def put(piece: str) -> None:
         loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-    task = asyncio.create_task(engine.complete(body, asks, put))
+    task = asyncio.create_task(engine.answer_chat_request(body, asks, put))
     task.add_done_callback(lambda _: pieces.put_nowait(None))
     try:
         # Before the first event an error has its status.

@@ -105,7 +105,7 @@ class Engine:
         )
         self.copies, self._drawing = ModelCopyPool(model, self.turns.most), threading.Lock()
 
-    def recipe(self, model: str | None, asked: str | None) -> str:
+    def find_recipe(self, model: str | None, asked: str | None) -> str:
         """Resolve a request's recipe name from its `model` (NAME or NAME@RECIPE) and its field `asked`; raises `Refused`."""
         name, _, inside = (model or self.name).partition("@")
         if name != self.name:
@@ -116,7 +116,7 @@ class Engine:
             raise Refused(404, f"recipe: this server has {known}; name one of these.", "recipe_not_found")
         return chosen
 
-    def streams(self) -> list[str]:
+    def stream_recipe_names(self) -> list[str]:
         """Names of the server's recipes that support video streams."""
         found = []
         for name, recipe in self.recipes.items():
@@ -134,7 +134,7 @@ class Engine:
             return math.inf
         return DEVICE_SHARE * sum(torch.cuda.mem_get_info(one)[0] for one in devices)
 
-    async def complete(self, request: ChatRequest, caller: str, put: Put) -> Completion:
+    async def answer_chat_request(self, request: ChatRequest, caller: str, put: Put) -> Completion:
         """Answer a chat request; `put` is called with its text piece by piece, from any thread."""
         deadline, first = Deadline(self.settings.limits.seconds), list[float]()
 
@@ -143,7 +143,7 @@ class Engine:
                 first.append(time.perf_counter() - deadline.began)
             put(piece)
 
-        name, most = self.recipe(request.model, request.mmaccel.recipe), self._checked(request)
+        name, most = self.find_recipe(request.model, request.mmaccel.recipe), self._checked(request)
         with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
             fetched = await self._fetched(request, caller, Path(folder), deadline)
             loop = asyncio.get_running_loop()
@@ -191,10 +191,10 @@ class Engine:
             kind: sources.Kind = "video" if isinstance(part, VideoPart) else "image"
             left = limits.source_bytes - sum(one.size for one in found)
             how = replace(self.settings, limits=replace(limits, source_bytes=left))
-            found.append(await self.fetch(address.url, kind, caller, folder, deadline, how))
+            found.append(await self.fetch_media(address.url, kind, caller, folder, deadline, how))
         return found
 
-    async def fetch(
+    async def fetch_media(
         self,
         url: str,
         kind: sources.Kind,
@@ -204,7 +204,7 @@ class Engine:
         settings: Settings | None = None,
     ) -> sources.FetchedMedia:
         """Download or open `url`. The number of concurrent fetches per caller is limited."""
-        work = partial(sources.fetch, url, kind, folder, settings or self.settings, deadline)
+        work = partial(sources.fetch_media, url, kind, folder, settings or self.settings, deadline)
         async with self._fetching[caller]:
             return await await_or_cancel(run_in_thread(work), deadline)
 
@@ -225,7 +225,7 @@ class Engine:
 
     async def _done(self, asked: ActiveRequest, caller: str) -> Completion:
         question, request = self._alone(asked), asked.request
-        with self.out_of_memory():
+        with self.refuse_out_of_memory():
             if question is None:
                 speech = TextStreamer(self.processor.decode, request.stop_texts, asked.put, asked.deadline)
                 # The model is left before the turn goes on to the next one.
@@ -233,7 +233,7 @@ class Engine:
                     run_in_thread(partial(self._generate, asked, speech)), asked.deadline
                 )
             key = caller, asked.recipe, asked.fetched[0].digest, request.fps, request.frames
-            async with self.kept.open(key, partial(self._keep, asked)) as kept:
+            async with self.kept.get_or_open(key, partial(self._keep, asked)) as kept:
                 return await self._answered(kept, asked, question)
         raise AssertionError("out_of_memory lets nothing through")
 
@@ -243,7 +243,7 @@ class Engine:
         """The question of a request that is one on a single video, greedily, under a memory of streams."""
         first, *more = asked.request.messages
         parts = first.content
-        fits = asked.recipe in self.streams() and self.recipes[asked.recipe].prune is None
+        fits = asked.recipe in self.stream_recipe_names() and self.recipes[asked.recipe].prune is None
         if more or first.role != "user" or not asked.request.greedy or not fits or len(parts) != 2:
             return None
         video, text = parts
@@ -261,7 +261,7 @@ class Engine:
             if await call(video, timeout=deadline.seconds_left()) < len(video):
                 raise Ended("timeout")
             await run_in_thread(partial(kept.pictures.add, 0, video.frames))
-            await kept.count()
+            await kept.read_counters()
         except BaseException:
             await kept.session.close()
             raise
@@ -366,7 +366,7 @@ class Engine:
         return self.copies.borrow(name, self.recipes[name], deadline)
 
     @contextmanager
-    def out_of_memory(self) -> Iterator[None]:
+    def refuse_out_of_memory(self) -> Iterator[None]:
         """Context that turns an out-of-memory error into a 503 response of this request only."""
         try:
             yield

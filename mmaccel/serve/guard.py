@@ -79,7 +79,7 @@ class ConnectedClient:
             task.cancel()
 
 
-def caller_of_request(request: Request) -> str:
+def get_caller(request: Request) -> str:
     """FastAPI dependency: the caller's identity, as the guard determined it."""
     return str(request.state.caller)
 

@@ -42,7 +42,7 @@ class Thumbnails:
             if len(self._files) > self._most:
                 self._files = self._files[::2]
 
-    def nearest(self, number: int) -> bytes | None:
+    def nearest_thumbnail(self, number: int) -> bytes | None:
         """The thumbnail of a frame, or of the last kept one before it; None if there is none."""
         files = self._files
         place = bisect.bisect_right(files, number, key=itemgetter(0))
@@ -66,7 +66,7 @@ class StreamEntry:
         self.asking = asyncio.Lock()
         self.counters: dict[str, float] = {}
 
-    async def count(self) -> dict[str, float]:
+    async def read_counters(self) -> dict[str, float]:
         """Read the stream's `counters` anew and return them; in a thread, since it waits for a running forward pass."""
         self.counters = await run_in_thread(self.session.counters)
         return self.counters
@@ -76,13 +76,13 @@ class StreamEntry:
         order = sorted(found, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))[:EVIDENCE]
         told = [asdict(one) for one in order]
         for one in told if pictures else ():
-            if (file := self.pictures.nearest(one["frames"][0])) is not None:
+            if (file := self.pictures.nearest_thumbnail(one["frames"][0])) is not None:
                 one["image"] = "data:image/jpeg;base64," + base64.b64encode(file).decode()
         return told
 
     async def measure(self) -> StreamUsageCounts:
         """Count anew, and return `held`."""
-        await self.count()
+        await self.read_counters()
         return self.held()
 
     def held(self) -> StreamUsageCounts:
@@ -103,7 +103,7 @@ class VideoCache:
         self._videos: OrderedDict[Hashable, asyncio.Future[StreamEntry]] = OrderedDict()
 
     @asynccontextmanager
-    async def open(
+    async def get_or_open(
         self, key: Hashable, make: Callable[[], Awaitable[StreamEntry]]
     ) -> AsyncIterator[StreamEntry]:
         """The cached video stream of `key`, created by `make` if missing; concurrent requests wait for the same one."""

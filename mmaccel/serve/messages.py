@@ -156,7 +156,7 @@ class ResponseFormat(StrictModel):
         return self
 
 
-class Sampling(StrictModel):
+class SamplingOptions(StrictModel):
     """Sampling options of an answer; greedy without a `temperature`."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -188,7 +188,7 @@ class Sampling(StrictModel):
 Stop = Annotated[str, Field(max_length=256)]
 
 
-class ChatRequest(Sampling):
+class ChatRequest(SamplingOptions):
     """A chat completion as in OpenAI's API; options that only one value serves are refused with any other."""
 
     model: str
@@ -249,10 +249,10 @@ class TimedTextLine(StrictModel):
 
     @model_validator(mode="after")
     def _can_be(self) -> TimedTextLine:
-        make_timed_text(*self.triple(0.0), "text")
+        make_timed_text(*self.resolve_times(0.0), "text")
         return self
 
-    def triple(self, now: float) -> tuple[float, float | None, str]:
+    def resolve_times(self, now: float) -> tuple[float, float | None, str]:
         """`begin`, `end` and `text`, in a stream that is at `now`; without `begin` it ends at `now` at the earliest."""
         if self.begin is None:
             return now, max(now, self.end or 0.0), self.text
@@ -271,7 +271,7 @@ class FramesRequest(StrictModel):
     stored: bool = False
 
 
-class AskRequest(Sampling):
+class AskRequest(SamplingOptions):
     """A question on a stream: about all of it, or about the seconds `between` two times; with `chat` it continues the
     conversation."""
 

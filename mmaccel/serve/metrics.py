@@ -60,5 +60,5 @@ class Metrics:
         self.drafted.inc(draft.get("proposed", 0))
         self.accepted.inc(draft.get("accepted", 0))
 
-    def text(self) -> bytes:
+    def prometheus_text(self) -> bytes:
         return generate_latest(self.registry)

@@ -98,7 +98,7 @@ async def stream_socket(websocket: WebSocket, number: str) -> None:
     asks = websocket.state.caller
     try:
         if asks is None:
-            with streams.socket(None):
+            with streams.count_open_socket(None):
                 await websocket.accept()
                 first = Incoming.validate_json(await asyncio.wait_for(websocket.receive_text(), 10))
                 asks = streams.engine.settings.caller(first.key) if isinstance(first, APIKeyMessage) else None
@@ -107,11 +107,11 @@ async def stream_socket(websocket: WebSocket, number: str) -> None:
         if asks is not None:
             await streams.load_current(number, asks)
         stream = streams.get(number, asks)
-        with streams.socket(asks):
+        with streams.count_open_socket(asks):
             talk = StreamConnection(websocket, streams, stream)
             try:
                 async with stream.hold_open():
-                    await talk.listen()
+                    await talk.handle_messages()
             finally:
                 await talk.close()
     except WebSocketDisconnect:
@@ -132,7 +132,7 @@ class StreamConnection:
         self._standing: dict[str, StandingQuestion] = {}
         self._writing, self._dropped = asyncio.Lock(), 0
 
-    async def listen(self) -> None:
+    async def handle_messages(self) -> None:
         """Handle the client's WebSocket messages until it disconnects."""
         await self._send("event", name="ready", **_brief(self._stream))
         watching = asyncio.create_task(self._watch())
@@ -216,7 +216,7 @@ class StreamConnection:
     async def _answer(self, asked: AskMessage) -> None:
         streams, stream, text = self._streams, self._stream, ""
         try:
-            async with streams.asking(stream, asked) as reply:
+            async with streams.ask_stream_context(stream, asked) as reply:
                 async for piece in reply:
                     text += piece
                     await self._send("delta", id=asked.id, text=piece)

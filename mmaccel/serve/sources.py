@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.decoding.generate import Deadline
-from mmaccel.core.errors import MmaccelError, VideoError, shown
+from mmaccel.core.errors import MmaccelError, VideoError, quoted
 from mmaccel.media.container import Source
 from mmaccel.media.video import Video, image_size, read_image
-from mmaccel.models.taking import read_sampled
+from mmaccel.models.taking import read_sampled_video
 from mmaccel.serve.settings import Limits, Refused, Settings
 
 Kind = Literal["video", "image"]
@@ -50,7 +50,7 @@ class FetchedMedia:
     size: int = 0  # bytes that were stored for it
 
 
-def fetch(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Deadline) -> FetchedMedia:
+def fetch_media(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Deadline) -> FetchedMedia:
     """Fetch `url` to a file in `folder`, unless it is a local file. Raises `Refused`, `VideoError` or `Ended`."""
     scheme, limits = url[:16].partition(":")[0].lower(), settings.limits
     if kind == "image":
@@ -69,7 +69,7 @@ def fetch(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Dead
     if scheme in ("http", "https"):
         with closing(download(url, settings)) as blocks:  # at once, also where a block is refused
             return _stored(blocks, kind, folder, limits, deadline)
-    raise VideoError(f"{kind}_url: {shown(url)} is no http:, https:, data: or file: address; give one.")
+    raise VideoError(f"{kind}_url: {quoted(url)} is no http:, https:, data: or file: address; give one.")
 
 
 def _image(data: bytes) -> FetchedMedia:
@@ -121,7 +121,7 @@ def _stored(
 def _local(url: str, settings: Settings) -> Path:
     """The file that a `file:` address names below the server's folder; of others nobody learns whether they are there."""
     parts = urllib.parse.urlsplit(url)
-    refused = Refused(403, f"{shown(url)} is no file below the folder that this server reads (--files).")
+    refused = Refused(403, f"{quoted(url)} is no file below the folder that this server reads (--files).")
     if settings.folder is None or parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
         raise refused
     try:
@@ -145,11 +145,11 @@ class PublicAddressBackend(httpcore2.SyncBackend):
         try:
             found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
-            raise VideoError(f"{shown(name)} is not known; check the address.") from None
+            raise VideoError(f"{quoted(name)} is not known; check the address.") from None
         addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
         if not self._private and not all(map(is_public, addresses)):
             raise Refused(
-                403, f"{shown(name)} is not a public address, and this server reads no other (--private)."
+                403, f"{quoted(name)} is not a public address, and this server reads no other (--private)."
             )
         left = max(0.1, self._deadline - time.monotonic())
         made = super().connect_tcp(addresses[0], port, min(timeout or left, left), *rest, **more)
@@ -206,7 +206,7 @@ def download(url: str, settings: Settings) -> Generator[bytes, None, None]:
         for _ in range(limits.redirects + 1):
             parts = urllib.parse.urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-                raise VideoError(f"{shown(url)} is no http or https address; give one without a password.")
+                raise VideoError(f"{quoted(url)} is no http or https address; give one without a password.")
             target = urllib.parse.quote(url.partition("#")[0], safe="%/:=&?~+!$,;'@()*[]")
             try:
                 with pool.stream("GET", target, headers=_HEADERS, extensions={"timeout": wait}) as answer:
@@ -215,7 +215,7 @@ def download(url: str, settings: Settings) -> Generator[bytes, None, None]:
                         url = urllib.parse.urljoin(url, place.decode("latin-1"))
                         continue
                     if answer.status != 200:
-                        raise VideoError(f"{shown(url)} gives status {answer.status}, no file; check it.")
+                        raise VideoError(f"{quoted(url)} gives status {answer.status}, no file; check it.")
                     yield from answer.iter_stream()
                     return
             except MmaccelError:
@@ -224,8 +224,8 @@ def download(url: str, settings: Settings) -> Generator[bytes, None, None]:
                 told = (
                     f"within {limits.source_seconds:g} s" if time.monotonic() > end else type(error).__name__
                 )
-                raise VideoError(f"{shown(url)} cannot be read: {told}.") from error
-    raise VideoError(f"{shown(url)} redirects more than {limits.redirects} times; give the file's address.")
+                raise VideoError(f"{quoted(url)} cannot be read: {told}.") from error
+    raise VideoError(f"{quoted(url)} redirects more than {limits.redirects} times; give the file's address.")
 
 
 _HEADERS = [("User-Agent", "mmaccel"), ("Accept", "*/*"), ("Accept-Encoding", "identity")]
@@ -279,7 +279,7 @@ def sample_video(
                 raise Refused(413, f"the video lasts {seconds:.0f} s, more than {limits.video_seconds:g}.")
         many = None if fps is None else limits.frames
         how: dict[str, Any] = {"options": options, "progress": progress, "max_side": 4096}
-        taken = read_sampled(
+        taken = read_sampled_video(
             processor, path, fps=fps, frames=frames, max_frames=many, faster=fps is None, **how
         )
     except VideoError as error:

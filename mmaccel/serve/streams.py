@@ -97,7 +97,7 @@ class Streams:
             yield
 
     @contextmanager
-    def socket(self, owner: str | None) -> Iterator[None]:
+    def count_open_socket(self, owner: str | None) -> Iterator[None]:
         """Count an open socket of `owner` (None: a client that sends its key later). Raises `Refused` if there are too
         many."""
         if self._sockets[owner] >= self.limits.sockets:
@@ -137,31 +137,32 @@ class Streams:
     async def open(self, asked: SessionRequest, caller: str) -> Stream:
         """Open a new stream or resume a saved one. Raises `Refused` if there are too many."""
         engine, kept = self.engine, None
-        if not (names := engine.streams()):
+        if not (names := engine.stream_recipe_names()):
             raise Refused(400, "recipe: this server has none with a memory of streams; give --recipe mosaic.")
         chosen = asked.recipe if asked.recipe is not None else (asked.model or "").partition("@")[2]
-        name = engine.recipe(asked.model, chosen or (engine.default if engine.default in names else names[0]))
+        chosen = chosen or (engine.default if engine.default in names else names[0])
+        name = engine.find_recipe(asked.model, chosen)
         stream_policy(engine.recipes[name])
         self._check_room()
         own = sum(one.owner == caller for one in self._open.values()) + self._opening.get(caller, 0)
         every = len(self._open) + sum(self._opening.values())
         if every >= self.limits.sessions or own >= self.limits.own_sessions:
             raise Refused(429, "too many streams are open; close one.", "too_many_streams")
-        promise = self.admission.admit(name, asked.fps, asked.seconds)
+        promise = self.admission.admit_stream(name, asked.fps, asked.seconds)
         self._opening[caller] = self._opening.get(caller, 0) + 1
         try:
             folder = None if asked.resume is None else self.folder(asked.resume, caller)
             if folder is not None and not folder.is_dir():
                 raise Refused(404, f"resume: no stream is saved as {asked.resume!r}.", "stream_not_found")
             make = partial(StreamEntry, engine.model, engine.processor, engine.recipes[name], self.limits)
-            with engine.out_of_memory():
+            with engine.refuse_out_of_memory():
                 kept = await run_in_thread(make)
                 if folder is not None:
                     with hide_server_path(folder):
                         await kept.session.load(folder)
                     promise.last = promise.first = await kept.measure()
         except BaseException:
-            self.admission.end(promise)
+            self.admission.release_promise(promise)
             if kept is not None:
                 await kept.session.close()
             raise
@@ -174,7 +175,7 @@ class Streams:
     async def close(self, stream: Stream, forget: bool = False) -> None:
         """Cancel the stream's calls and release its memory. `forget`: replicas also delete the state that they share."""
         if self._open.pop(stream.id, None) is not None:
-            self.admission.end(stream.promise)
+            self.admission.release_promise(stream.promise)
             await stream.session.close()
 
     async def load_current(self, number: str, caller: str | None) -> None:
@@ -208,14 +209,14 @@ class Streams:
             elif asked.video_url is not None:
                 with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
                     url = asked.video_url.url
-                    source = await engine.fetch(url, "video", stream.owner, Path(folder), deadline)
+                    source = await engine.fetch_media(url, "video", stream.owner, Path(folder), deadline)
                     read = partial(engine.decode_video, source, asked.fps or 1.0, None, deadline)
                     video = await await_or_cancel(run_in_thread(read), deadline)
                 call = partial(session.ingest if asked.stored else session.watch, video)
                 taken = await self._taken(stream, video.frames, call, deadline, not asked.stored)
             if asked.text:
                 async with stream.taking:
-                    await session.tell([one.triple(session.seconds) for one in asked.text])
+                    await session.tell([one.resolve_times(session.seconds) for one in asked.text])
                     await self.on_stream_change(stream)
         return taken
 
@@ -241,7 +242,7 @@ class Streams:
             self._check_room()
             deadline.check()
             before, start = stream.kept.held(), time.monotonic() - stream.session.session.waited_s
-            with self.engine.out_of_memory():
+            with self.engine.refuse_out_of_memory():
                 taken: int = await call(timeout=max(0.01, deadline.seconds_left() or 0.0))
             seconds = time.monotonic() - stream.session.session.waited_s - start
             await run_in_thread(partial(stream.kept.pictures.add, before[0], frames[:taken]))
@@ -252,7 +253,7 @@ class Streams:
         return taken
 
     @asynccontextmanager
-    async def asking(self, stream: Stream, asked: AskRequest) -> AsyncIterator[AsyncReply]:
+    async def ask_stream_context(self, stream: Stream, asked: AskRequest) -> AsyncIterator[AsyncReply]:
         """Context that asks a stream a question and yields the reply; leaving it cancels the answer."""
         limits = self.limits
         if len(asked.question) > limits.text:
@@ -268,7 +269,7 @@ class Streams:
                 how |= asked.options() | ({} if asked.seed is None else {"seed": asked.seed})
             reply = stream.session.ask(asked.question, most, timeout=seconds, **how)
             try:
-                with self.engine.out_of_memory():
+                with self.engine.refuse_out_of_memory():
                     yield reply
             finally:
                 await reply.aclose()
@@ -314,7 +315,7 @@ async def stream_json(stream: Stream) -> dict[str, Any]:
         "recipe": stream.recipe,
         "frames": stream.session.frames,
         "seconds": stream.session.seconds,
-        "counters": await stream.kept.count(),
+        "counters": await stream.kept.read_counters(),
         "shown": stream.session.shown,
         "clusters": {level: rows[0].tolist() for level, rows in clusters.items()},
     }
@@ -345,7 +346,7 @@ async def send_frames(
 @router.get("/{number}/frames/{frame}", response_class=Response)
 async def get_thumbnail(number: str, frame: int, streams: TheStreams, asks: Asks) -> Response:
     """Thumbnail of a frame, or of the last kept one before it, as JPEG."""
-    file = streams.get(number, asks).kept.pictures.nearest(frame)
+    file = streams.get(number, asks).kept.pictures.nearest_thumbnail(frame)
     if file is None:
         raise Refused(404, f"frames: there is no picture of frame {frame}.")
     return Response(file, media_type="image/jpeg")
@@ -356,10 +357,10 @@ async def ask_stream(number: str, body: AskRequest, request: Request, streams: T
     """Ask about what the stream has shown so far; with `stream` by server-sent events `delta`, then `answer`."""
     stream, client = streams.get(number, asks), ConnectedClient(request)
     if not body.stream:
-        async with streams.asking(stream, body) as reply:
+        async with streams.ask_stream_context(stream, body) as reply:
             return streams.answer_json(stream, body, await client.wait(reply))
     async with AsyncExitStack() as stack:
-        reply = await stack.enter_async_context(streams.asking(stream, body))
+        reply = await stack.enter_async_context(streams.ask_stream_context(stream, body))
         first: str | None = await client.wait(anext(reply, None))
         opened = stack.pop_all()
 

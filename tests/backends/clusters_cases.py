@@ -83,8 +83,8 @@ def test_scores_by_words(count: int, cosine: bool) -> None:
 @pytest.mark.parametrize(("limit", "count"), some([1, 200, 7, 10**6], [1, 9, MANY]))
 def test_the_first_stage(count: int, limit: int) -> None:
     score, size = few((2, count), count), few((count,), 1 + count, 4).long().clamp_min(0)
-    found = stream.beyond_budget(there(score), there(size), limit, 2)
-    assert torch.equal(found.cpu(), plain.beyond_budget.plain(score, size, limit, 2))
+    found = stream.mask_beyond_budget(there(score), there(size), limit, 2)
+    assert torch.equal(found.cpu(), plain.mask_beyond_budget.plain(score, size, limit, 2))
 
 
 @pytest.mark.parametrize(("rows", "count"), some([1, 2], [5, MANY]))
@@ -154,9 +154,9 @@ def test_what_stands_for_clusters(
     told = None if left is None else torch.tensor([left])
     mine = there(whole.clone())
     given = score, picked, size, (rows[0, 1], rows[1, 1]), time
-    wanted = plain.summary_tokens.plain(*given, whole[:, :, 2 : 2 + room], 4, told, tokens)
+    wanted = plain.write_summary_tokens.plain(*given, whole[:, :, 2 : 2 + room], 4, told, tokens)
     sides = there(rows)
-    found = stream.summary_tokens(
+    found = stream.write_summary_tokens(
         *map(there, given[:3]),
         (sides[0, 1], sides[1, 1]),
         there(time),
@@ -208,8 +208,8 @@ def test_what_comes_ahead(count: int) -> None:
     entries = torch.randperm(999, generator=rng)[:count]
     entries[count // 2 :][::3] = -1
     mine, limits = there(table.clone()), (torch.tensor([400]), torch.tensor([5000]))
-    wanted = plain.host_slots.plain(table, entries, *limits)
-    found = stream.host_slots(mine, there(entries), *map(there, limits))
+    wanted = plain.find_host_slots.plain(table, entries, *limits)
+    found = stream.find_host_slots(mine, there(entries), *map(there, limits))
     assert torch.equal(found.cpu(), wanted) and torch.equal(mine.cpu()[:-1], table[:-1])
 
 
@@ -238,7 +238,7 @@ def test_as_the_plain_way(dtype: torch.dtype, sizes: tuple[int, int, int], progr
     ]
     rows = len(SLOT) * tokens
     base = torch.tensor([s.data_ptr() - slabs[0].data_ptr() for s in slabs])
-    grain = plain.alignment_of(slabs)
+    grain = plain.slab_alignment(slabs)
     expected = torch.full((2, 2, rows + 6, size), 9, dtype=dtype)
     plain.gather_units.plain(expected[:, :, 2 : 2 + rows], slabs, base, torch.tensor(SLOT), grain)
     assert (expected[:, :, :2] == 9).all() and (expected[:, :, 2 + rows :] == 9).all()
@@ -259,7 +259,7 @@ def test_units_that_lie_apart_where_they_are_written() -> None:
     slab = torch.randn(10, 2, 3, 4, 8)
     slab = slab if INTERPRETED else slab.pin_memory()
     base, slot = torch.zeros(1, dtype=torch.long, device=DEVICE), torch.tensor(SLOT, device=DEVICE)
-    place, grain = torch.full((len(SLOT), 2, 3, 4, 8), 9.0, device=DEVICE), plain.alignment_of([slab])
+    place, grain = torch.full((len(SLOT), 2, 3, 4, 8), 9.0, device=DEVICE), plain.slab_alignment([slab])
     stream.gather_units(place[:-1].permute(1, 2, 0, 3, 4), [slab], base, slot[:-1], grain, words=8)
     held = torch.tensor(SLOT) >= 0
     expected = torch.where(held[:, None, None, None, None], slab[torch.tensor(SLOT)], 0.0)

@@ -28,13 +28,13 @@ from triton.runtime.jit import JITFunction
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.block_lists import FIELDS
-from mmaccel.backends.ops.clusters import ClusterMembership, EntryKeys, NewestEntries, Words, alignment_of
+from mmaccel.backends.ops.clusters import ClusterMembership, EntryKeys, NewestEntries, Words, slab_alignment
 from mmaccel.backends.ops.layer_ops import SeparateKVCaches
 from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, DeviceLimits
 from mmaccel.backends.triton import decode, delta, experts, pointwise, stream
 from mmaccel.backends.triton.prefill import attend, estimate, hopper_launch, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
-from mmaccel.backends.triton.prefill.kernel import Work
+from mmaccel.backends.triton.prefill.kernel import SplitListPieces
 
 PROCESSORS, MEMORY = 132, 140 << 30
 S, FAR, N, C, E, WIDE = 512, 2**31 - 1, 4096, 196, 3584, 18944
@@ -65,11 +65,11 @@ def as_on(row: Architecture, memory: int = MEMORY) -> Iterator[None]:
     there = DeviceLimits(row.shared, row.resident, row.columns, PROCESSORS, memory)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", Elsewhere(row)))
-        stack.enter_context(mock.patch.object(operators, "resources", lambda device: there))
+        stack.enter_context(mock.patch.object(operators, "find_device_limits", lambda device: there))
         stack.enter_context(
             mock.patch.object(hopper_launch, "_there", lambda device: "hopper" not in row.lacks)
         )
-        stack.enter_context(mock.patch.object(operators, "triton_unusable", lambda device: None))
+        stack.enter_context(mock.patch.object(operators, "why_triton_unusable", lambda device: None))
         yield
 
 
@@ -214,7 +214,7 @@ def passed(count: int, kind: str) -> None:
     if kind == "up":
         decode.project_rows(blank(count, E), [blank(WIDE, E)] * 2, (), None, 1e-6, None, True, squares(count))
     else:
-        decode.residual_rows(blank(count, WIDE), blank(E, WIDE), [], blank(count, E), blank(E))
+        decode.residual_linear(blank(count, WIDE), blank(E, WIDE), [], blank(count, E), blank(E))
 
 
 def entered(count: int) -> None:
@@ -233,9 +233,9 @@ def turned() -> None:
 
 def carried() -> None:
     x = blank(1, 8256), blank(1, 4096), blank(8192, 4), blank(32), blank(32), blank(128), 1e-6, zeros(1, 4)
-    delta.delta_rows(*x, blank(1, 416, 8256), blank(1, 32, 128, 128, dtype=torch.float32))
+    delta.deltanet_rows(*x, blank(1, 416, 8256), blank(1, 32, 128, 128, dtype=torch.float32))
     delta.convolve_silu(blank(1, S, 8192), blank(8192, 4))
-    experts.expert_rows(blank(1, E), zeros(1, 8), blank(1, 8), blank(128, 1536, E), blank(128, E, 768))
+    experts.expert_mlp(blank(1, E), zeros(1, 8), blank(1, 8), blank(128, 1536, E), blank(128, E, 768))
 
 
 def indexed() -> None:
@@ -244,23 +244,23 @@ def indexed() -> None:
     at, of = zeros(1, 64), zeros(1, 28, 1)
     numbers = zeros(3, 1, N, dtype=INT)
     row, begin, few = numbers[0], zeros(1, C + 1, dtype=INT), zeros(1, 64, dtype=INT)
-    estimate.line_sums(query, key, None, at, None, N, False)
+    estimate.line_weights(query, key, None, at, None, N, False)
     order = row, begin, few, torch.zeros(1, 1024), at[0, :1]
-    estimate.class_phases(query, key, None, at, None, N, False, order, "contrast", False)
+    estimate.choose_grid_lines(query, key, None, at, None, N, False, order, "contrast", False)
     scores = torch.zeros(1, 28, N)
     line_kernels.strongest(scores, scores, at[:, 0], 1000, 1024)
-    estimate.stride_scores(torch.zeros(2, 1, 28, N), at[:, 0], 8, 1024, "contrast")
+    estimate.score_strides(torch.zeros(2, 1, 28, N), at[:, 0], 8, 1024, "contrast")
     lines, told = zeros(1, 28, 1000), zeros(1, 28, 9, 5)
     line_kernels.split_line_keys(row, lines, lines, N, 64)
-    Work.of([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, N, 264)
+    SplitListPieces.of([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, N, 264)
     lists.listed_area(told, begin[0, :9], zeros(1, 1, 9 * 64, dtype=INT), row[None], 64, 64)
     lists.key_band(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
     lists.merge_query_block_pairs(told)
     kept, nine = zeros(1, 28, N + 1, dtype=torch.bool)[..., :-1], zeros(1, 9, dtype=INT)
-    line_kernels.slash_runs(
+    line_kernels.list_slash_blocks(
         kept, (zeros(3, 3, dtype=INT), few, few, zeros(3, 1, 64, dtype=INT), nine, zeros(1, 9, 2, 2, dtype=INT), nine), 64
     )  # fmt: skip
-    line_kernels.turned_classes((numbers, begin, numbers, begin, at[0, :1]), (of, of, of), 64, False, 64, 64)
+    line_kernels.sort_by_class((numbers, begin, numbers, begin, at[0, :1]), (of, of, of), 64, False, 64, 64)
 
 
 def assemble_slices() -> None:
@@ -278,15 +278,15 @@ def clustered() -> None:
     own = EntryKeys(key.transpose(0, 1), 1, lambda at: query, query[0], False)
     stream.score_keys(key, query, False)
     stream.score_by_words(key, Words(blank(layers, 16, 512, dtype=torch.float32), one), size, False)
-    stream.beyond_budget(score, size[0], 256, 2)
+    stream.mask_beyond_budget(score, size[0], 256, 2)
     stream.scores_and_preceding(score, size, size, score > 0)
     lists = ClusterMembership(long, long, long, size, size, 32)
     stream.select_entries(size, lists, 64, 80, own, NewestEntries(one, 1, 8))
     out = blank(2, 4, 512, 128)
-    stream.summary_tokens(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
+    stream.write_summary_tokens(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
     stream.mean_query(blank(28, 16, 128), one, 4)
     stream.predict_next_layer_input(blank(16, E), one, *blank(3, E, dtype=torch.float32))
-    stream.host_slots(long[0], long[0, :80], one, one)
+    stream.find_host_slots(long[0], long[0, :80], one, one)
 
 
 def gathered(tokens: int, size: int, apart: bool) -> None:
@@ -294,7 +294,7 @@ def gathered(tokens: int, size: int, apart: bool) -> None:
     slab = blank(10, 2, 4, tokens, size)
     out = torch.empty_like(slab[:5]).permute(1, 2, 0, 3, 4) if apart else blank(2, 4, 5 * tokens, size)
     index = zeros(5)
-    stream.gather_units(out, [slab], index[:1], index, alignment_of([slab]))
+    stream.gather_units(out, [slab], index[:1], index, slab_alignment([slab]))
 
 
 def rows_alone() -> None:
@@ -302,7 +302,7 @@ def rows_alone() -> None:
     x, heads = blank(S, E), blank(1, S, 28, 128).transpose(1, 2)
     for centred in (False, True):
         pointwise.rms_norm(x, x[0], 1e-6, centred)
-    pointwise.silu_times_(x, blank(S, E))
+    pointwise.silu_multiply_(x, blank(S, E))
     cos, sin = pointwise.rope_angles(zeros(S), blank(64, dtype=torch.float32), 1.0, BF16)
     pointwise.rotate_(heads, cos[None], sin[None])
     pointwise.merge_parts(blank(2, S, 28, 128), blank(2, S, 28, dtype=torch.float32))

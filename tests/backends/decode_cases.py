@@ -24,7 +24,7 @@ from .triton_cases import DEVICE, DTYPES, INTERPRETED, some
 @pytest.fixture(autouse=True)
 def plain_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device the plain form of `qkv_rope_rows` would rotate by the kernel."""
-    monkeypatch.setattr(rope_rows, "direct", rope_rows.plain)
+    monkeypatch.setattr(rope_rows, "call_directly", rope_rows.plain)
 
 
 def drawn(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -259,7 +259,7 @@ def test_a_norm_between_two_products(
         monkeypatch.setattr(decode, "HELD", 256)
     x, residual = drawn(count, K, dtype=dtype), drawn(count, wide, dtype=dtype, seed=1)
     weight, gain = drawn(wide, K, dtype=dtype, seed=2) / 7, drawn(wide, dtype=dtype, seed=3)
-    out, gained, squares = decode.residual_rows(x, weight, [], residual, gain, block_k=16)
+    out, gained, squares = decode.residual_linear(x, weight, [], residual, gain, block_k=16)
     assert torch.equal(out, decode.project_rows(x, [weight], residual=residual, block_k=16))
     assert torch.equal(gained, (out.float() * gain.float()).to(dtype))
     torch.testing.assert_close(squares.sum(-1), out.float().pow(2).sum(-1))

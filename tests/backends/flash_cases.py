@@ -27,7 +27,7 @@ def written_out(
     scale: float,
     bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `mmaccel.backends.flash.attend.launch`. A tile that is listed twice is a fault."""
+    """As `mmaccel.backends.flash.attend.call_flash_attn`. A tile that is listed twice is a fault."""
     demand(query, key, value, tensors, tests)
     assert bounds is None or (by_key and not tests)
     mask = seen(query.shape[:3], key.shape[1], tensors, tiles, tests, by_key, bounds)
@@ -46,7 +46,7 @@ def recorded(*sizes: int) -> Iterator[tuple[list[tuple[Any, ...]], pytest.Monkey
         return written_out(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "launch", told)
+        patch.setattr(attend, "call_flash_attn", told)
         patch.setattr(attend, "SIZES", sizes)
         yield found, patch
 

@@ -13,8 +13,8 @@ from mmaccel.backends.triton.prefill.hopper_launch import (
     BOX,
     FAR,
     KeyLocations,
-    as_matrix,
-    span_table_row,
+    as_tma_matrix,
+    build_span_table_row,
     write_device_integers,
 )
 
@@ -141,7 +141,7 @@ def test_nothing_beyond_the_keys_is_read() -> None:
         whole = torch.full((B, G, S + 100, D), torch.nan)
         whole[:, :, :keys] = torch.randn(B, G, keys, D, generator=rng)
         key = whole.to(DEVICE)[:, :, :keys]
-        view = as_matrix(key)
+        view = as_tma_matrix(key)
         assert view is not None
         seen = key.as_strided(view.shape, (view.stride, 1))
         k_row = [t.masked_fill(t >= keys, -1).to(DEVICE) for t in orders()]
@@ -184,7 +184,7 @@ def test_a_device_that_is_nearly_full_has_room_for_fewer(monkeypatch: pytest.Mon
 def test_lists_of_other_types_are_told_as_the_kernel_reads_them() -> None:
     """It casts addresses: the portable kernel goes by the types of tensors, and takes any."""
     place = torch.zeros(1, 1, 128, dtype=torch.int32, device=DEVICE)
-    told = span_table_row(span(place, place), place, torch.zeros(1, 2, 2, dtype=torch.int32))
+    told = build_span_table_row(span(place, place), place, torch.zeros(1, 2, 2, dtype=torch.int32))
     assert told["list"].dtype == torch.int64 and told["index"].dtype == torch.int32
     assert set(told) == set(FIELDS)
 
@@ -200,7 +200,7 @@ def test_views_find_every_row(batch: int) -> None:
     whole = torch.arange(batch * 4 * 40 * 64).view(batch, 4, 40, 64)
     mixed = whole.view(batch, 40, 4, 64).transpose(1, 2)
     for t in (whole, whole[:, :, :30], mixed, mixed[:, 1:3], whole[:, 2:3, :9]):
-        view = as_matrix(t)
+        view = as_tma_matrix(t)
         assert view is not None
         rows, columns = view.shape
         seen = t.as_strided((rows, columns), (view.stride, 1))
@@ -209,4 +209,4 @@ def test_views_find_every_row(batch: int) -> None:
                 first = b * view.batch + g * view.group
                 block = seen[first : first + t.shape[2], g * view.column : g * view.column + 64]
                 assert torch.equal(block, t[b, g])
-    assert as_matrix(whole.transpose(2, 3)) is None and as_matrix(whole[..., 1:]) is None
+    assert as_tma_matrix(whole.transpose(2, 3)) is None and as_tma_matrix(whole[..., 1:]) is None

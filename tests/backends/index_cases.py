@@ -12,7 +12,7 @@ from torch import Tensor
 from mmaccel.backends.ops import lines, operator
 from mmaccel.backends.triton.prefill import estimate
 from mmaccel.backends.triton.prefill import lines as kernels
-from mmaccel.backends.triton.prefill.estimate import line_sums, row_totals
+from mmaccel.backends.triton.prefill.estimate import line_weights, rowwise_logsumexp
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import policy
@@ -65,14 +65,16 @@ def test_lines(places: str, dtype: torch.dtype, gathered: bool) -> None:
     exact = replace(last, query=last.query.double(), key=last.key.double())
     moved = (
         t if t is None else t.to(DEVICE)
-        for t in (last.query, last.key, last.sample.row, last.ranks, last.total)
+        for t in (last.query, last.key, last.sample.row, last.query_ranks, last.total)
     )
     query, key, row, at, total = moved
-    found = row_totals(query, key, row, at, N)
-    want = exact.totals()
+    found = rowwise_logsumexp(query, key, row, at, N)
+    want = exact.logsumexp()
     assert torch.equal(found.cpu() == -torch.inf, want == -torch.inf)
     assert float((found.cpu() - want).nan_to_num(0.0).abs().max()) <= 1e-5
-    for got, line in zip(line_sums(query, key, row, at, total, N, pooled), exact.line_sums(), strict=True):
+    for got, line in zip(
+        line_weights(query, key, row, at, total, N, pooled), exact.line_weights(), strict=True
+    ):
         assert got.shape == (2, GROUPS if pooled else HEADS, N)
         assert bool(((last.expand_heads(got.cpu()) - line).abs() <= 1e-6 + 1e-5 * line).all())
 
@@ -90,7 +92,7 @@ def launched() -> Iterator[None]:
     """Everything that the Triton backend has a kernel for goes through it, also where Triton interprets."""
     with (
         mock.patch.object(LastQueryAttention, "has_kernel", property(lambda _: True)),
-        mock.patch.object(operator, "triton_unusable", lambda _: None),
+        mock.patch.object(operator, "why_triton_unusable", lambda _: None),
     ):
         yield
 
@@ -191,7 +193,7 @@ def test_classes_of_more_keys_than_a_tile(score: Score, padded: bool, monkeypatc
         last, frames = region.last_query_attention(24, padded), FrameResidueClasses.of(region, 2, 12)
         # Each class has a whole tile before the first of these queries.
         sizes = torch.stack([(frames.number[..., :150] == c).sum(-1) for c in range(4)])
-        assert int(last.ranks.min()) > 150 and int(sizes.min()) >= estimate.KEYS
+        assert int(last.query_ranks.min()) > 150 and int(sizes.min()) >= estimate.KEYS
         return frame_phases(last, frames, search)
 
     want = found("cpu")
@@ -210,7 +212,7 @@ def test_strides(score: Score, strides: tuple[int, int]) -> None:
     there = (torch.arange(400) <= at[:, None])[None, :, None]
     masked = value.double().masked_fill(~there, 0.0)
     want = torch.stack([_heaviest(masked, there, s, score) for s in range(low, high + 1)], -1)
-    got = estimate.stride_scores(value.to(DEVICE), at.to(DEVICE), low, high, score).cpu()
+    got = estimate.score_strides(value.to(DEVICE), at.to(DEVICE), low, high, score).cpu()
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 

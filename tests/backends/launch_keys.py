@@ -28,7 +28,7 @@ from mmaccel.backends.ops.layer_ops import (
     decode_attend,
     project_rows,
     qkv_rope_rows,
-    residual_rows,
+    residual_linear,
     rope_rows,
 )
 from mmaccel.backends.triton.prefill import estimate, lists
@@ -130,14 +130,14 @@ def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
             line_kernels: dict(
                 strongest=_filled(line_kernels.strongest, lines.strongest.plain),
                 split_line_keys=_filled(line_kernels.split_line_keys, lines.split_line_keys.plain),
-                slash_runs=_filled(line_kernels.slash_runs, lines.slash_runs.plain),
-                turned_classes=_filled(line_kernels.turned_classes, lines.turned_classes.plain),
+                list_slash_blocks=_filled(line_kernels.list_slash_blocks, lines.list_slash_blocks.plain),
+                sort_by_class=_filled(line_kernels.sort_by_class, lines.sort_by_class.plain),
             ),
             estimate: dict(
-                row_totals=_drawn(estimate.row_totals, Tensor.zero_),
-                line_sums=_drawn(estimate.line_sums, Tensor.uniform_),
-                class_phases=_drawn(estimate.class_phases, Tensor.zero_),
-                stride_scores=_drawn(estimate.stride_scores, Tensor.uniform_),
+                rowwise_logsumexp=_drawn(estimate.rowwise_logsumexp, Tensor.zero_),
+                line_weights=_drawn(estimate.line_weights, Tensor.uniform_),
+                choose_grid_lines=_drawn(estimate.choose_grid_lines, Tensor.zero_),
+                score_strides=_drawn(estimate.score_strides, Tensor.uniform_),
             ),
         }
         for target, some in held.items():
@@ -195,7 +195,7 @@ def rows_alone(tokens: int) -> None:
     """What a layer does to each row alone."""
     x = torch.zeros(1, tokens, HIDDEN, dtype=torch.bfloat16)
     layer_ops.rms_norm(x, x[0, 0], 1e-6)
-    layer_ops.silu_times_(x, x.clone())
+    layer_ops.silu_multiply_(x, x.clone())
 
 
 def decoded(tokens: int) -> None:
@@ -207,7 +207,7 @@ def decoded(tokens: int) -> None:
         x = torch.zeros(width, HIDDEN, dtype=torch.bfloat16)
         project_rows(x, [torch.zeros(64, HIDDEN, dtype=torch.bfloat16)], [])
         square = torch.zeros(HIDDEN, HIDDEN, dtype=torch.bfloat16)
-        _, gained, squares = residual_rows(x, square, [], x, square[0])
+        _, gained, squares = residual_linear(x, square, [], x, square[0])
         three = [square.new_zeros(heads * SIZE, HIDDEN) for heads in (HEADS, GROUPS, GROUPS)]
         turn = square.new_zeros(2, 1, width, SIZE)
         qkv_rope_rows(gained, three, [], None, squares, 1e-6, turn, at, cache, cache)

@@ -20,7 +20,7 @@ from mmaccel.backends.ops.block_lists import FIELDS, assemble_slices
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.triton.prefill import attend, lists
 from mmaccel.backends.triton.prefill import kernel as working
-from mmaccel.backends.triton.prefill.kernel import MOST_PIECES, WAVES, Work
+from mmaccel.backends.triton.prefill.kernel import MOST_PIECES, WAVES, SplitListPieces
 from mmaccel.backends.triton.prefill.lists import assemble_slices as launched
 from mmaccel.backends.triton.prefill.lists import merge_query_block_pairs, prefix_count_masked_blocks
 from mmaccel.core.prefill.merge_heads import PackedSlice, TensorPacker
@@ -119,18 +119,18 @@ def sheet_of(size: int) -> tuple[TensorPacker, list[PackedSlice]]:
         return torch.randint(-5, 100, shape, generator=rng, dtype=dtype).to(DEVICE)
 
     sheet = TensorPacker()
-    narrow = sheet.add((2, 5, 2 * size), -1, torch.int32)
-    wide = sheet.add((2, 5, size), 7, torch.int64)
-    lists = sheet.add((2, 5, 40, 5), 0, torch.int64)
-    kinds = sheet.add((1, 1, 33), 1, torch.int8)
-    sheet.put(narrow, (0, 1, 3), some(2, 3, size), 0)
-    sheet.put(narrow, (0, 1), some(1, 1, size), size, more=-4)
-    sheet.put(narrow, (4,), some(2, 1, 2 * size)[..., ::2], 3)
-    sheet.put(wide, (1, 2), some(2, 7, size)[:, 2:4, : size // 2], size // 4, more=1 << 40)
-    sheet.put(wide, (4,), some(1, 1, size, dtype=torch.int64), 0)
-    sheet.put(lists, (0, 2, 3), some(2, 3, 20, 5, dtype=torch.int64), 9, more=1000, shift=7)
-    sheet.put(lists, (1,), some(1, 1, 40, 5, dtype=torch.int64), 0, more=3)
-    sheet.put(kinds, (0,), some(1, 1, 21, dtype=torch.int8), 5)
+    narrow = sheet.reserve((2, 5, 2 * size), -1, torch.int32)
+    wide = sheet.reserve((2, 5, size), 7, torch.int64)
+    lists = sheet.reserve((2, 5, 40, 5), 0, torch.int64)
+    kinds = sheet.reserve((1, 1, 33), 1, torch.int8)
+    sheet.record_write(narrow, (0, 1, 3), some(2, 3, size), 0)
+    sheet.record_write(narrow, (0, 1), some(1, 1, size), size, more=-4)
+    sheet.record_write(narrow, (4,), some(2, 1, 2 * size)[..., ::2], 3)
+    sheet.record_write(wide, (1, 2), some(2, 7, size)[:, 2:4, : size // 2], size // 4, more=1 << 40)
+    sheet.record_write(wide, (4,), some(1, 1, size, dtype=torch.int64), 0)
+    sheet.record_write(lists, (0, 2, 3), some(2, 3, 20, 5, dtype=torch.int64), 9, more=1000, shift=7)
+    sheet.record_write(lists, (1,), some(1, 1, 40, 5, dtype=torch.int64), 0, more=3)
+    sheet.record_write(kinds, (0,), some(1, 1, 21, dtype=torch.int8), 5)
     return sheet, [narrow, wide, lists, kinds]
 
 
@@ -143,7 +143,7 @@ def test_pieces(size: int) -> None:
         made = []
         for way in (assemble_slices.plain, launched):
             sheet._made = way(*told)
-            made.append(sheet.tensor(room))
+            made.append(sheet.packed_tensor(room))
         assert made[0].shape == room.shape and torch.equal(*made)
 
 
@@ -160,9 +160,9 @@ def test_work_fits_the_room_that_is_made_for_it(
     """Sizes come from the host alone: every piece has its program, and every piece of a split row its slot."""
     count = torch.tensor(lengths, device=DEVICE).view(1, 1, -1)
     longest = max(lengths) + slack
-    given_size = Work.of([count], 1, 1, len(lengths), 1, longest, 1, chunk)
-    even = Work.of([count, 0 * count], 1, 1, len(lengths), tiles, longest, chunk)
-    assert even.items == len(lengths) + WAVES * chunk // tiles
+    given_size = SplitListPieces.of([count], 1, 1, len(lengths), 1, longest, 1, chunk)
+    even = SplitListPieces.of([count, 0 * count], 1, 1, len(lengths), tiles, longest, chunk)
+    assert even.max_programs == len(lengths) + WAVES * chunk // tiles
     assert int(even.split_sizes[0]) == max(32, -(-sum(lengths) * tiles // (WAVES * chunk)))
     for work in (given_size, even):
         most = int(work.split_sizes[0])
@@ -171,7 +171,7 @@ def test_work_fits_the_room_that_is_made_for_it(
         found = work.item.tolist()
         mine = [tuple(one) for one in found if one[0] >= 0]
         assert sorted(mine) == [(row, piece) for row, count in enumerate(pieces) for piece in range(count)]
-        assert [row for row, _ in found[len(mine) :]] == [-1] * (work.items - len(mine))
+        assert [row for row, _ in found[len(mine) :]] == [-1] * (work.max_programs - len(mine))
         # The first pieces of split rows, the second ones, and so on, and then the rest: each from the last row to the first.
         split = [row for row in range(len(lengths)) if pieces[row] > 1]
         whole = [row for row in range(len(lengths)) if pieces[row] == 1]
@@ -186,7 +186,7 @@ def test_a_row_has_no_more_pieces_than_there_are_programs_for() -> None:
     """One row of all there is would be cut into a piece for every place on the device."""
     count = torch.zeros(1, 1, 5, dtype=torch.int64, device=DEVICE)
     count[..., 3] = 1 << 16
-    work = Work.of([count], 1, 1, 5, 1, 1 << 17, 512)
+    work = SplitListPieces.of([count], 1, 1, 5, 1, 1 << 17, 512)
     assert int(work.split_sizes[0]) == (1 << 17) // MOST_PIECES
     assert work.pieces.tolist() == [1, 1, 1, MOST_PIECES // 2, 1]
 
@@ -198,7 +198,7 @@ def test_work_adds_the_lists_of_spans_that_share_them() -> None:
         torch.randint(0, 30, size, generator=generator, dtype=torch.int64)
         for size in ((1, 1, 900), (1, 3, 900), (2, 3, 900))
     ]
-    work = Work.of([c.to(DEVICE) for c in counts], 2, 3, 900, 1, 90, 1, 40)
+    work = SplitListPieces.of([c.to(DEVICE) for c in counts], 2, 3, 900, 1, 90, 1, 40)
     length = sum(c.expand(2, 3, 900) for c in counts).flatten()
     want = (-(-length // 40)).clamp(min=1)
     assert torch.equal(work.pieces.cpu().long(), want)
@@ -239,14 +239,14 @@ def test_blocks_that_need_a_test_are_counted(size: tuple[int, ...]) -> None:
 
 def test_layers_of_a_pass_share_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """So do all passes under one window; what was made for a plan goes with it."""
-    made, of = list[Any](), Work.of
+    made, of = list[Any](), SplitListPieces.of
 
-    def noted(*given: Any) -> Work:
+    def noted(*given: Any) -> SplitListPieces:
         work = of(*given)
         made.append(ref(work))
         return work
 
-    monkeypatch.setattr(Work, "of", noted)
+    monkeypatch.setattr(SplitListPieces, "of", noted)
     plan = window_plan.__wrapped__(70, 140, 7, 56, 4, torch.device(DEVICE))
     for layer in range(2):
         query, key, value = (t.to(DEVICE) for t in draw(plan, 2, 16, layer))
@@ -303,14 +303,18 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pyte
         on.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", noted)
-    for module, name in ((lists, "merge_pairs_kernel"), (working, "work_kernel"), (attend, "merge_kernel")):
+    for module, name in (
+        (lists, "merge_pairs_kernel"),
+        (working, "work_items_kernel"),
+        (attend, "merge_kernel"),
+    ):
         monkeypatch.setattr(module, name, Watched(getattr(module, name), on, seen))
     place = torch.arange(96, dtype=torch.int32)[None, None]
     span = span_by_range(place, place, place, place, 0, 96, 16, 16)
     plan = AttentionPlan((Part(place, (span,)),), 16, 16, 1, 3, 96, 96).to(DEVICE)
     query, key, value = (t.to(DEVICE) for t in draw(plan, 1, 16, 0))
     here = replace(operators.INTERPRETED, shared=attend.PAIRS)
-    monkeypatch.setattr(operators, "resources", lambda _: here)
+    monkeypatch.setattr(operators, "find_device_limits", lambda _: here)
     attend.block_attend(query, key, value, *flat(plan.parts[0], plan), 0.25, 96, chunk=2)
-    assert [name for name, _ in seen] == ["merge_pairs_kernel", "work_kernel", "merge_kernel"]
+    assert [name for name, _ in seen] == ["merge_pairs_kernel", "work_items_kernel", "merge_kernel"]
     assert all(devices == [query.device] for _, devices in seen), seen

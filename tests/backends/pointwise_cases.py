@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import layer_ops
-from mmaccel.backends.ops.delta import convolve_silu, delta_rows, gated_rms_norm
-from mmaccel.backends.ops.experts import expert_rows
+from mmaccel.backends.ops.delta import convolve_silu, deltanet_rows, gated_rms_norm
+from mmaccel.backends.ops.experts import expert_mlp
 from mmaccel.backends.triton import delta, experts, pointwise
 
 from .triton_cases import DEVICE, DTYPES, some
@@ -44,10 +44,10 @@ def test_gate(dtype: torch.dtype) -> None:
     gate, up = ((4 * torch.randn(3, 1500, generator=rng)).to(dtype) for _ in range(2))
     gate[0, :4] = torch.tensor([0.0, -60.0, 60.0, -8.0])
     found = gate.clone().to(DEVICE)
-    pointwise.silu_times_(found, up.to(DEVICE))
+    pointwise.silu_multiply_(found, up.to(DEVICE))
     close(found, torch.nn.functional.silu(gate) * up, units=2)
     with pytest.raises(ValueError, match="contiguous"):
-        pointwise.silu_times_(found[:, :7], up[:, :7].to(DEVICE))
+        pointwise.silu_multiply_(found[:, :7], up[:, :7].to(DEVICE))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -197,9 +197,9 @@ def test_rows_through_a_running_state(size: tuple[int, ...], dtype: torch.dtype,
     wide = [x.double() for x in (rows, gate, *weights)]
     # In float64 but for the state, which is float32 in all of them.
     truth = before[0].double(), before[1].clone()
-    exact = delta_rows.plain(*wide, 1e-6, told, *truth)
+    exact = deltanet_rows.plain(*wide, 1e-6, told, *truth)
     found = []
-    for run in (delta_rows.plain, delta.delta_rows):
+    for run in (deltanet_rows.plain, delta.deltanet_rows):
         held = before[0].clone(), before[1].clone()
         found.append((run(rows, gate, *weights, 1e-6, told, *held), *held))
     (plain, journal, state), (made, same, moved) = found
@@ -221,5 +221,5 @@ def test_rows_through_their_experts(size: tuple[int, ...], dtype: torch.dtype) -
         for at, shape in ((3, (number, 2 * deep, wide)), (4, (number, wide, deep)))
     ]
     given = chosen.to(DEVICE), share, *weights
-    exact = expert_rows.plain(x.double(), given[0], *(one.double() for one in given[1:]))
-    assert near(experts.expert_rows(x, *given), expert_rows.plain(x, *given), exact)
+    exact = expert_mlp.plain(x.double(), given[0], *(one.double() for one in given[1:]))
+    assert near(experts.expert_mlp(x, *given), expert_mlp.plain(x, *given), exact)

@@ -164,16 +164,16 @@ def test_resources_are_the_device_s_own(device: SimpleNamespace, monkeypatch: py
     """The table has them where PyTorch does not tell them, as on ROCm."""
     device.gcnArchName = "gfx942"
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert operators.resources(CUDA) == operators.DeviceLimits(64 << 10, 64 << 10, 16, 60, 9 << 30)
-    operators.resources.cache_clear()
+    assert operators.find_device_limits(CUDA) == operators.DeviceLimits(64 << 10, 64 << 10, 16, 60, 9 << 30)
+    operators.find_device_limits.cache_clear()
     device.shared_memory_per_block_optin, device.shared_memory_per_multiprocessor = 70, 80
-    assert operators.resources(CUDA) == operators.DeviceLimits(70, 80, 16, 60, 9 << 30)
+    assert operators.find_device_limits(CUDA) == operators.DeviceLimits(70, 80, 16, 60, 9 << 30)
 
 
 def test_stages_fit_shared_memory() -> None:
     """One stage is in registers; there is always one."""
     here = operators.DeviceLimits(shared=100, resident=0, columns=8, processors=1, memory=1)
-    assert [here.pipeline_stages(4, each, 10) for each in (22, 30, 31, 45, 90, 91, 1000)] == [
+    assert [here.max_pipeline_stages(4, each, 10) for each in (22, 30, 31, 45, 90, 91, 1000)] == [
         4,
         4,
         3,
@@ -238,9 +238,9 @@ class Stopwatch:
 
 
 def decided(tmp_path: Path, watch: Stopwatch, **named: Any) -> select.Choice:
-    store = select.Store(tmp_path / "deep" / "costs.json")
+    store = select.CostFile(tmp_path / "deep" / "costs.json")
     how = dict(SMALL, bench=watch, clock=watch.clock)
-    return select.decide("auto", "cpu", SHAPE, measure=True, store=store, **how, **named)
+    return select.choose_backend("auto", "cpu", SHAPE, measure=True, store=store, **how, **named)
 
 
 @pytest.fixture
@@ -270,18 +270,18 @@ def test_costs_are_measured_once(rivals: None, tmp_path: Path) -> None:
     assert decided(tmp_path, Stopwatch(1, 16, 1, 15, 2, 20), label="other").backend == "rival"
     other = dataclasses.replace(SHAPE, groups=2)
     watch = Stopwatch(1, 16, 1, 15, 2, 20)
-    select.decide(
+    select.choose_backend(
         "auto",
         "cpu",
         other,
         measure=True,
-        store=select.Store(tmp_path / "deep" / "costs.json"),
+        store=select.CostFile(tmp_path / "deep" / "costs.json"),
         bench=watch,
         **SMALL,
     )
     assert watch.asked == 6
     keys = {
-        select.key_of(torch.device("cpu"), s, ("a",), "b")
+        select.cost_key(torch.device("cpu"), s, ("a",), "b")
         for s in (SHAPE, other, dataclasses.replace(SHAPE, dtype=torch.half))
     }
     assert len(keys) == 3 and all(f"torch {version('torch')} " in key for key in keys)
@@ -346,25 +346,25 @@ def test_a_line_through_noise_stays_a_cost() -> None:
 
 
 def test_nothing_is_measured_on_the_cpu_or_for_a_name(tmp_path: Path) -> None:
-    store = select.Store(tmp_path / "costs.json")
-    choice = select.decide("auto", "cpu", SHAPE, store=store, bench=Stopwatch())
+    store = select.CostFile(tmp_path / "costs.json")
+    choice = select.choose_backend("auto", "cpu", SHAPE, store=store, bench=Stopwatch())
     assert choice.backend == select.choose("cpu") and choice.beats_dense(1e9, 1, 1)
     assert "nothing was measured" in choice.why
-    assert select.decide("flex", "cpu", SHAPE, store=store).describe() == "flex (asked for by name)"
+    assert select.choose_backend("flex", "cpu", SHAPE, store=store).describe() == "flex (asked for by name)"
     with pytest.raises(RecipeError, match="'triton' cannot run on cpu"):
-        select.decide("triton", "cpu", SHAPE)
+        select.choose_backend("triton", "cpu", SHAPE)
     assert not store.path.exists()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_real_times_make_a_choice(tmp_path: Path) -> None:
     """The parts that are timed are attention: their rows see the nearest eighth of the blocks."""
-    choice = select.decide(
-        "auto", "cpu", SHAPE, measure=True, store=select.Store(tmp_path / "c.json"), **SMALL
+    choice = select.choose_backend(
+        "auto", "cpu", SHAPE, measure=True, store=select.CostFile(tmp_path / "c.json"), **SMALL
     )
     assert choice.backend in ("reference", "flex") and choice.costs is not None
     assert choice.costs.dense.each > 0
-    listed, part = measure.nearest_blocks_part(1024, 2, torch.device("cpu"))
+    listed, part = measure.build_nearest_blocks_part(1024, 2, torch.device("cpu"))
     assert listed == 2 * (1 + 2 * 15)
     query, key, value = drawn(1, (2, 1), 1024, 1024, 16)
     out, _ = reference.op(query, key, value, *part.pack(), 64, 64, 0.25)

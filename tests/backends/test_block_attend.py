@@ -83,7 +83,7 @@ def test_biases_and_keys_of_their_own(backend: str, seed: int, lead: str, groups
     """Against float64 over the keys of the sequence and those of the spans; the plan says what it adds and computes."""
     plan = with_extras(random_plan(seed, lead=lead), groups, 16, seed)
     tensors, plan = move(plan, draw(plan, groups, 16, seed), torch.float32)
-    assert plan.parts[0].extra and plan.count_mask().max() <= 1
+    assert plan.parts[0].uses_extras and plan.count_mask().max() <= 1
     assert plan.to_mask().shape[-1] == plan.n_key + 80 and plan.to_bias()[..., plan.n_key :].any()
     check(plan, tensors, 0.25, select.get(backend, DEVICE))
 
@@ -132,9 +132,9 @@ def test_compiled_flex_walks_the_lists(name: str) -> None:
     mask, rows = flex.make_block_mask(part, plan.block_q, plan.block_k, (plan.batch, plan.heads))
     heads = plan.heads
     out = torch.compile(flex_attention)(
-        flex.gather(query, part.q_row.expand(plan.batch, -1, -1)),
-        flex.gather(key, rows, heads),
-        flex.gather(value, rows, heads),
+        flex.gather_head_rows(query, part.q_row.expand(plan.batch, -1, -1)),
+        flex.gather_head_rows(key, rows, heads),
+        flex.gather_head_rows(value, rows, heads),
         block_mask=mask,
         scale=scene.size**-0.5,
         enable_gqa=rows.shape[1] == 1,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmaccel.backends import select
-from mmaccel.backends.measure import bench
+from mmaccel.backends.measure import measure_seconds
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.prefill.sparse import attend_plan
 
@@ -102,5 +102,5 @@ def test_flex_serves_the_usual_block_and_size() -> None:
 def test_costs_are_timed_on_the_device_that_they_are_of() -> None:
     """Events of another device's stream would tell of its work."""
     other, busy = torch.device("cuda:1"), torch.randn(8192, 8192, device="cuda:1")
-    taken = bench(lambda: [busy @ busy for _ in range(20)], other)
+    taken = measure_seconds(lambda: [busy @ busy for _ in range(20)], other)
     assert torch.cuda.current_device() == 0 and taken > 20 * 2 * 8192**3 / 1e15

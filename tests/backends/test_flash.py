@@ -74,7 +74,7 @@ def test_random_plans(seed: int, lead: str, blocks: tuple[int, int], scale: floa
     plan = random_plan(seed, lead=lead, n_query=150, n_key=300, blocks=blocks)
     tensors = [t.half() for t in draw(plan, 2, 16, seed)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "launch", written_out)
+        patch.setattr(attend, "call_flash_attn", written_out)
         patch.setattr(attend, "SIZES", (16,))
         check(plan, tensors, scale)
         patch.setattr(attend, "ROOM", 1)
@@ -114,7 +114,7 @@ def test_rows_in_their_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -
         assert [args[0].data_ptr() == tensors[0].data_ptr() for args in calls] == [queries] * len(calls)
         assert [args[1].data_ptr() == tensors[1].data_ptr() for args in calls] == [keys] * len(calls)
         calls.clear()
-        check(plan.first(90), tensors)
+        check(plan.limit_to_first_rows(90), tensors)
         assert [args[0].data_ptr() == tensors[0].data_ptr() for args in calls] == [queries] * len(calls)
 
 
@@ -174,7 +174,7 @@ def test_what_follows_from_a_plan_is_made_once(
             assert plan is not None
             plan = plan.to("cpu") if i == 3 else plan
             with Ops() as ops:
-                attend_plan(plan if rows is None else plan.first(rows), *tensors, 0.2, flash.op)
+                attend_plan(plan if rows is None else plan.limit_to_first_rows(rows), *tensors, 0.2, flash.op)
             counts.append(ops.count)
         assert counts[1] == counts[2] < counts[0] / 2, counts
         assert counts[3] == counts[0]
@@ -190,7 +190,7 @@ def test_nothing_is_read_back(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     def nothing(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return torch.empty_like(query), query.new_empty(*query.transpose(1, 2).shape[:3], dtype=torch.float32)
 
-    monkeypatch.setattr(attend, "launch", nothing)
+    monkeypatch.setattr(attend, "call_flash_attn", nothing)
     with NoReads():
         attend_plan(plan, *tensors, 0.2, attend.block_attend)
 
@@ -256,7 +256,7 @@ def older_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
         return masked(*turned, mask, softmax_scale).to(q.dtype).transpose(1, 2)
 
     monkeypatch.setattr(
-        dense, "older_flash", lambda device: dense.FlashAttnRelease(2, flash_attn_func, square=True)
+        dense, "find_older_flash_attn", lambda device: dense.FlashAttnRelease(2, flash_attn_func, square=True)
     )
     monkeypatch.setattr(dense, "OLDER_FROM", 8)
     yield found
@@ -337,23 +337,25 @@ def test_which_serves_a_device(
     """On an architecture by name, with flash-attn 4 installed or not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(operators, "architecture_of", lambda device: operators.find_architecture(name))
-    monkeypatch.setattr(flash, "installed", lambda: four)
+    monkeypatch.setattr(flash, "is_installed", lambda: four)
     for module in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, module, None)
     for module in there:
         stand_in(module, monkeypatch)
     dense.import_older_flash_attn.cache_clear()
     try:
-        found = dense.older_flash(torch.device("cuda"))
+        found = dense.find_older_flash_attn(torch.device("cuda"))
         assert (found and found.release) == release and (found and found.square) == square
-        assert dense.older_flash(torch.device("cpu")) is None
+        assert dense.find_older_flash_attn(torch.device("cpu")) is None
     finally:
         dense.import_older_flash_attn.cache_clear()
 
 
 @pytest.mark.parametrize("square", [True, False])
 def test_a_square_goes_to_what_is_faster(square: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "older_flash", lambda device: dense.FlashAttnRelease(2, print, square))
+    monkeypatch.setattr(
+        dense, "find_older_flash_attn", lambda device: dense.FlashAttnRelease(2, print, square)
+    )
     query, key, value = older_draw(40, 0)
     assert bool(dense.find_flash_attn(query, key, value, None)) == square
     assert dense.find_flash_attn(query, key, value, 30) and dense.find_flash_attn(
@@ -368,10 +370,10 @@ def test_a_square_goes_to_what_is_faster(square: bool, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("release", [2, 3])
 def test_the_real_one(release: int, size: int, start: int, window: int | None, monkeypatch) -> None:
     call = dense.import_older_flash_attn(release) if torch.cuda.is_available() else None
-    if call is None or operators.why_not(f"flash_{release}", torch.device("cuda")) is not None:
+    if call is None or operators.why_kernels_unusable(f"flash_{release}", torch.device("cuda")) is not None:
         pytest.skip(f"flash-attn {release} is not installed, or does not run on this device")
     monkeypatch.setattr(
-        dense, "older_flash", lambda device: dense.FlashAttnRelease(release, call, square=True)
+        dense, "find_older_flash_attn", lambda device: dense.FlashAttnRelease(release, call, square=True)
     )
     monkeypatch.setattr(dense, "FLASH_FROM", sys.maxsize)
     for name in ("_sdpa", "_sliding"):

@@ -17,7 +17,7 @@ from tests.policies.sparse.scenes import Scene
 
 from .oracle import PATTERNS, SCENE, budget, check, draw, drawn, random_plan
 
-WHY = flash.unusable(torch.device("cuda"))
+WHY = flash.why_unusable(torch.device("cuda"))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY is not None, reason=WHY or "it runs here")]
 
 

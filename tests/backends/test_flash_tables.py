@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmaccel.backends import flash
 from mmaccel.backends.flash import attend
-from mmaccel.backends.flash.tiles import TileSizes, compact_mask_rows, repeat_block_kinds, tiled
+from mmaccel.backends.flash.tiles import TileSizes, compact_mask_rows, join_tiles, repeat_block_kinds
 from mmaccel.backends.ops import dense_attend
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part
@@ -33,15 +33,15 @@ def test_tables_hold_what_is_listed(name: str) -> None:
     """Of lists one after another, and of some heads alone."""
     plan = planned(name, 16, 0)[0] if name in PATTERNS else random_plan(7, lead=name, n_query=150, n_key=300)
     for span in (span for part in plan.parts for span in part.spans):
-        lists, table = span.lists, span.lists.table()
-        offset, block, kind = lists.flat()
+        lists, table = span.lists, span.lists.to_dense_table()
+        offset, block, kind = lists.flatten()
         b, h, m, n = table.shape
         want = torch.full((b * h * m, n), -1, dtype=table.dtype)
         row = torch.repeat_interleave(torch.arange(b * h * m), offset.diff().flatten())
         want[row, block.long()] = kind.to(table.dtype)
         assert torch.equal(table, want.view(table.shape))
         if h > 2:
-            assert torch.equal(lists.for_heads(slice(1, 3)).table(), table[:, 1:3])
+            assert torch.equal(lists.for_heads(slice(1, 3)).to_dense_table(), table[:, 1:3])
 
 
 @given(seed=st.integers(0, 2**16), queries=st.sampled_from([1, 2, 8]), keys=st.sampled_from([1, 2, 4]))
@@ -50,7 +50,7 @@ def test_tiles_of_blocks(seed: int, queries: int, keys: int) -> None:
     m, n = (int(torch.randint(1, 12, (), generator=rng)) for _ in range(2))
     kinds = torch.randint(-1, 3, (1, 2, m, n), generator=rng, dtype=torch.int8)
     kinds[:, :, : m // 2] = FULL
-    listed, full = tiled(kinds, queries, keys)
+    listed, full = join_tiles(kinds, queries, keys)
     for h in range(2):
         for i in range(-(-m // queries)):
             for j in range(-(-n // keys)):
@@ -121,17 +121,17 @@ def test_a_table_has_a_bound() -> None:
 
 
 def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flash.unusable(torch.device("cpu")) == "it needs a CUDA device"
+    assert flash.why_unusable(torch.device("cpu")) == "it needs a CUDA device"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert flash.unusable(CUDA) == "no CUDA device is visible"
+    assert flash.why_unusable(CUDA) == "no CUDA device is visible"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("sm_80", "sm_90", "sm_100", "gfx942"):
         row = operators.find_architecture(name)
         monkeypatch.setattr(operators, "architecture_of", lambda device, row=row: row)
         for there, needed in ((True, None), (False, "it needs flash-attn 4 (pip install flash-attn-4)")):
-            monkeypatch.setattr(flash, "installed", lambda there=there: there)
-            assert flash.unusable(CUDA) == (row.lacks["flash"] if row.lacks else needed)
-            assert dense_attend.runs_flash_4(CUDA) == (there and name in ("sm_90", "sm_100"))
+            monkeypatch.setattr(flash, "is_installed", lambda there=there: there)
+            assert flash.why_unusable(CUDA) == (row.lacks["flash"] if row.lacks else needed)
+            assert dense_attend.uses_flash_attn_4(CUDA) == (there and name in ("sm_90", "sm_100"))
 
 
 def side_by_side(
@@ -204,7 +204,7 @@ def test_bands_of_keys(
     late = replace(spans[0], lists=replace(spans[0].lists, row=row), complete=False)
     with recorded(16) as (told, _):
         check(plan, tensors)
-        check(plan.first(max(n - 20, 1)), tensors)
+        check(plan.limit_to_first_rows(max(n - 20, 1)), tensors)
         check(replace(plan, parts=(replace(part, spans=(late, *spans[1:])),)), tensors)
     assert [args[8] is None for args in told] == [False, False, True]
 

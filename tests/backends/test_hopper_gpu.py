@@ -19,7 +19,7 @@ from tests.policies.sparse.scenes import Scene, sequence
 from .oracle import TABLES, joint_plan, random_plan
 from .triton_cases import block_attend, check, draw
 
-HOPPER = operators.why_not("hopper", torch.device("cuda")) is None
+HOPPER = operators.why_kernels_unusable("hopper", torch.device("cuda")) is None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper device")]
 
 
@@ -27,13 +27,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Ho
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What was launched; a test in which nothing was has not looked at this kernel."""
     found: list[Any] = []
-    plain = hopper_launch.launch
+    plain = hopper_launch.launch_on_hopper
 
     def told(*args: Any, **named: Any) -> torch.Tensor | None:
         found.append(named)
         return plain(*args, **named)
 
-    monkeypatch.setattr(hopper_launch, "launch", told)
+    monkeypatch.setattr(hopper_launch, "launch_on_hopper", told)
     yield found
     assert found
 
@@ -50,8 +50,10 @@ def test_random_plans(blocks: tuple[int, int], size: int, lead: str, chunk: int 
 
 def on_processors(count: int, patch: pytest.MonkeyPatch) -> None:
     """Launches of this kernel, and of no other part, see a device of so many processors."""
-    here = replace(operators.resources(torch.device("cuda")), processors=count)
-    seen = SimpleNamespace(resources=lambda device: here, why_not=operators.why_not)
+    here = replace(operators.find_device_limits(torch.device("cuda")), processors=count)
+    seen = SimpleNamespace(
+        find_device_limits=lambda device: here, why_kernels_unusable=operators.why_kernels_unusable
+    )
     patch.setattr(hopper_launch, "operators", seen)
 
 
@@ -63,7 +65,7 @@ def test_a_program_computes_tile_after_tile(programs: int, chunk: int | None, mo
     for lead, size, keys in (("bh", 128, 300), ("bh", 64, 60), ("", 128, 60)):
         plan = random_plan(5, lead=lead, n_query=900, n_key=keys, blocks=(128, 64))
         # Tiles that list nothing, between others, are among them.
-        assert keys > 60 or bool((sum(span.lists.count for span in plan.parts[0].spans) == 0).any())
+        assert keys > 60 or bool((sum(span.lists.list_lengths for span in plan.parts[0].spans) == 0).any())
         tensors = draw(plan, 2, size, 5)
         wanted = check(plan, tensors, torch.bfloat16, scale=size**-0.5, kernel=kernel)
         with monkeypatch.context() as few:

@@ -10,13 +10,13 @@ import torch
 from mmaccel.backends import flex, reference
 from mmaccel.backends.ops import clusters, layer_ops, lines, operator
 from mmaccel.backends.ops.block_lists import FIELDS, assemble_slices, key_band, listed_area
-from mmaccel.backends.ops.clusters import alignment_of, gather_units
+from mmaccel.backends.ops.clusters import gather_units, slab_alignment
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.ops.layer_ops import (
     decode_attend,
     project_rows,
     qkv_rope_rows,
-    residual_rows,
+    residual_linear,
     rope_rows,
 )
 from mmaccel.core.layout import TEXT, VIDEO
@@ -45,7 +45,7 @@ def of_steps() -> Iterator[Call]:
     yield "project_rows, gated", project_rows, (x, weight, [], gain, 1e-6, None, True)
     yield "project_rows after", project_rows, (x, weight, [], None, 1e-6, None, True, torch.rand(5, 3))
     told = torch.randn(12, 16), [torch.randn(12)], torch.randn(5, 12), torch.randn(12)
-    yield "residual_rows", residual_rows, (x, *told)
+    yield "residual_linear", residual_linear, (x, *told)
     turn, three = torch.randn(2, 2, 3, 8), [torch.randn(8 * h, 16) for h in (4, 2, 2)]
     told = torch.randn(6, 16), three, [], gain, None, 1e-6, turn, columns
     yield "qkv_rope_rows", qkv_rope_rows, (*told, key.clone(), value.clone())
@@ -58,7 +58,7 @@ def of_prompts() -> Iterator[Call]:
     """Rows and lists of a prompt, and units from the host."""
     x = torch.randn(2, 3, 8)
     yield "rms_norm", layer_ops.rms_norm, (x, torch.randn(8), 1e-5)
-    yield "silu_times_", layer_ops.silu_times_, (x.clone(), x)
+    yield "silu_multiply_", layer_ops.silu_multiply_, (x.clone(), x)
     yield "rotate_", layer_ops.rotate_, (torch.randn(2, 4, 3, 8), x, x)
     yield "merge_parts", layer_ops.merge_parts, (torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3))
     row = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
@@ -79,7 +79,7 @@ def of_prompts() -> Iterator[Call]:
         broken = torch.tensor([[1, 2], [0, 2]], dtype=torch.int32)[:, :gaps]
         more = broken, runs[:, :gaps], torch.ones(2, gaps, dtype=torch.int32)
         told = [shape, member, member, at, *more], 16
-        yield f"slash_runs, {gaps} gaps", lines.slash_runs, (kept, *told)
+        yield f"list_slash_blocks, {gaps} gaps", lines.list_slash_blocks, (kept, *told)
     scene = Scene((sequence([(TEXT, [4]), (VIDEO, [6] * 9), (TEXT, [7])]),), size=16)
     query, key, _ = scene.tensors(torch.float32)
     region = LayerInputs(query, key, scene.layout(), scene.layout(), 16).region()
@@ -91,9 +91,9 @@ def of_prompts() -> Iterator[Call]:
         tokens = [order.queries, order.q_begin, order.keys, order.k_begin, classes.frames.stride[:, 0, 0]]
         made = [classes.line, classes.shift, classes.dense], classes.most_keys, False
         for sizes in ((48, 32), (0, 0)):
-            yield f"turned_classes {sizes} {beyond}", lines.turned_classes, (tokens, *made, *sizes)
+            yield f"sort_by_class {sizes} {beyond}", lines.sort_by_class, (tokens, *made, *sizes)
     sheet = TensorPacker()
-    sheet.put(sheet.add((1, 2, 64), -1, torch.int32), (1,), torch.arange(5).view(1, 1, 5), 2)
+    sheet.record_write(sheet.reserve((1, 2, 64), -1, torch.int32), (1,), torch.arange(5).view(1, 1, 5), 2)
     fills = len(sheet._fills) // len(FIELDS)
     yield (
         "assemble_slices",
@@ -102,7 +102,7 @@ def of_prompts() -> Iterator[Call]:
     )
     slabs, base = [torch.randn(4, 2, 2, 5, 4) for _ in range(2)], torch.zeros(2, dtype=torch.long)
     out, slot = torch.empty(2, 2, 15, 4), torch.tensor([7, -1, 2])
-    yield "gather_units", gather_units, (out, slabs, base, slot, alignment_of(slabs))
+    yield "gather_units", gather_units, (out, slabs, base, slot, slab_alignment(slabs))
 
 
 @pytest.mark.parametrize("call", [*of_steps(), *of_prompts()], ids=lambda call: call[0])
@@ -160,7 +160,7 @@ def test_the_plain_forms() -> None:
         layer_ops.rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x, (8,), weight, 1e-5)
     )
     gate = x.clone()
-    layer_ops.silu_times_(gate, 2 * x)
+    layer_ops.silu_multiply_(gate, 2 * x)
     torch.testing.assert_close(gate, 2 * x * x * x.sigmoid())
     q = torch.randn(2, 4, 3, 8)
     angle = torch.cat([x[..., :4]] * 2, -1)
@@ -178,28 +178,28 @@ def test_the_plain_forms() -> None:
 
 def test_pieces_lie_where_they_are_put() -> None:
     sheet = TensorPacker()
-    one, two = sheet.add((2, 3, 4), -1, torch.int32), sheet.add((1, 2, 2, 5), 0, torch.int64)
+    one, two = sheet.reserve((2, 3, 4), -1, torch.int32), sheet.reserve((1, 2, 2, 5), 0, torch.int64)
     first = torch.arange(12, dtype=torch.int32).view(2, 2, 3)
-    sheet.put(one, (0, 2), first, 1, more=10)
-    sheet.put(two, (1,), torch.ones(1, 1, 1, 5, dtype=torch.int64), 1, more=5, shift=2)
-    sheet.flush()
+    sheet.record_write(one, (0, 2), first, 1, more=10)
+    sheet.record_write(two, (1,), torch.ones(1, 1, 1, 5, dtype=torch.int64), 1, more=5, shift=2)
+    sheet.write_recorded()
     want = torch.full((2, 3, 4), -1, dtype=torch.int32)
     want[:, [0, 2], 1:] = first + 10
-    assert torch.equal(sheet.tensor(one), want)
+    assert torch.equal(sheet.packed_tensor(one), want)
     rows = torch.zeros(1, 2, 2, 5, dtype=torch.int64)
     rows[0, 1, 1] = torch.tensor([6, 1, 1, 1, 3])
-    assert torch.equal(sheet.tensor(two), rows)
+    assert torch.equal(sheet.packed_tensor(two), rows)
 
 
 def test_very_many_clusters_are_sorted() -> None:
     """Comparing each with all is for some thousands."""
     launched = mock.Mock()
     with (
-        mock.patch.object(operator, "triton_unusable", lambda device: None),
-        mock.patch("mmaccel.backends.triton.stream.beyond_budget", launched),
+        mock.patch.object(operator, "why_triton_unusable", lambda device: None),
+        mock.patch("mmaccel.backends.triton.stream.mask_beyond_budget", launched),
     ):
         for count in (clusters.MOST, clusters.MOST + 1):
-            clusters.beyond_budget(torch.zeros(1, count), torch.ones(count, dtype=torch.long), 3, 0)
+            clusters.mask_beyond_budget(torch.zeros(1, count), torch.ones(count, dtype=torch.long), 3, 0)
     assert launched.call_count == 1 and launched.call_args[0][0].shape == (1, clusters.MOST)
 
 
@@ -214,7 +214,7 @@ def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         launched.append(given.dtype)
         return given.clone()
 
-    monkeypatch.setattr(operator, "triton_unusable", lambda device: None)
+    monkeypatch.setattr(operator, "why_triton_unusable", lambda device: None)
     monkeypatch.setattr(decode, "decode_attend", launch)
     monkeypatch.setattr(decode, "rope_rows", launch)
     for dtype in (torch.float64, torch.float32):
@@ -245,7 +245,7 @@ def test_rows_of_types_without_products_of_ours_are_turned_by_one_kernel(
     mine, theirs = ([torch.zeros(1, 2, 5, 8, dtype=dtype) for _ in range(2)] for _ in range(2))
     given = x, weight, [], torch.ones(16, dtype=dtype), None, 1e-6, turn, columns
     want = qkv_rope_rows.plain(*given, *theirs)
-    monkeypatch.setattr(operator, "triton_unusable", lambda device: None)
+    monkeypatch.setattr(operator, "why_triton_unusable", lambda device: None)
     monkeypatch.setattr(kernels, "rope_rows", launch)
     assert torch.equal(qkv_rope_rows(*given, *mine), want)
     assert launched == [dtype]

@@ -22,7 +22,7 @@ def run(*arguments: str, **environment: str) -> str:
 
 def test_tells_why_it_cannot_run() -> None:
     """On the CPU it never can: the interpreter is for tests."""
-    reason = triton.unusable(torch.device("cpu"))
+    reason = triton.why_unusable(torch.device("cpu"))
     assert reason is not None and "CUDA" in reason
     assert select.why_unusable("cpu")["triton"] == reason
 
@@ -73,7 +73,7 @@ def test_a_new_length_compiles_nothing(architecture: str, kernel: str, first: st
     new = {name: int(again) for name, _, again, _ in (row.split("; ", 3) for row in rows)}
     seen = {
         kernel,
-        "kernel.work_kernel",
+        "kernel.work_items_kernel",
         "lines.gapped_block_list_kernel",
         "lists.assemble_slices_kernel",
         "decode.flash_decode_kernel",

@@ -21,7 +21,7 @@ from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import KeySpan, Part
 from mmaccel.backends.triton.prefill import attend
 from mmaccel.backends.triton.prefill.attend import block_attend
-from mmaccel.backends.triton.prefill.kernel import WAVES, Work
+from mmaccel.backends.triton.prefill.kernel import WAVES, SplitListPieces
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.prefill.plan import AttentionPlan, span_from_table
@@ -81,7 +81,7 @@ def test_patterns(monkeypatch, name: str, part: tuple[int, int | None], sinks: i
     if sinks is not None:
         plan = plan.limit_to_window(sinks, 21)
     if INTERPRETED and sinks:
-        monkeypatch.setattr(operators, "resources", lambda _: WIDE)
+        monkeypatch.setattr(operators, "find_device_limits", lambda _: WIDE)
     check_served(plan, list(scene.tensors(torch.float32)), partial(block_attend, chunk=chunk))
 
 
@@ -257,7 +257,7 @@ def test_a_row_is_split_where_lists_are_uneven() -> None:
     tensors = draw(plan, 1, 16, 5)
     _, lse = check(plan, tensors)
     if INTERPRETED:
-        work = Work.of([span.lists.count], 1, 1, 3, 1, n // 16, 1)
+        work = SplitListPieces.of([span.lists.list_lengths], 1, 1, 3, 1, n // 16, 1)
         assert int(work.split_sizes[0]) == 32
         assert work.pieces.tolist() == [1, 2, 1]
         assert work.item[:4].tolist() == [[1, 0], [1, 1], [2, 0], [0, 0]]
@@ -302,7 +302,7 @@ def test_rows_at_their_places(lead: str, chunk: int | None) -> None:
     plan = random_plan(12, lead=lead, n_query=30, n_key=50).to(DEVICE)
     tensors = [t.to(DEVICE) for t in draw(plan, 2, 16, 3)]
     arguments = (*tensors, *flat(plan.parts[0], plan), 0.25)
-    want = schema.in_query_order(*block_attend(*arguments, chunk=chunk), plan.parts[0].q_row, 37)
+    want = schema.scatter_to_query_order(*block_attend(*arguments, chunk=chunk), plan.parts[0].q_row, 37)
     got = block_attend(*arguments, 37, chunk=chunk)
     for g, w in zip(got, want, strict=True):
         assert torch.equal(g, w) and g.stride() == w.stride()

@@ -198,7 +198,7 @@ def test_progress_tells_that_a_draft_is_started(
 ) -> None:
     from mmaccel.policies.draft import Sequential
 
-    heard(monkeypatch, Sequential, "check", lambda *_: time.sleep(0.5))
+    heard(monkeypatch, Sequential, "check_target", lambda *_: time.sleep(0.5))
     monkeypatch.setattr(console, "EVERY_S", 0.02)
     folder = random_folder("tiny-ov-draft")
     status, _, err = call("ask", clip, "hi", "--model", folder, "--draft", folder, "--max-new-tokens", 2)

@@ -81,7 +81,7 @@ def test_with_a_gpu(gpu: None, examined: Callable[[], dict[str, Any]], monkeypat
     assert found["kernels"][KERNELS["triton"]] is None
 
     broken(monkeypatch, torch.cuda, "get_device_properties", RuntimeError("CUDA driver error\nmore of it"))
-    operators.resources.cache_clear()
+    operators.find_device_limits.cache_clear()
     found = examined()
     assert found["device"]["type"] == "cpu" and found["backends"]["reference"]["auto"]
     assert "the GPU cannot be used: RuntimeError: CUDA driver error" in found["problems"]
@@ -102,7 +102,7 @@ def test_what_is_not_installed_is_said(
         metadata, "requires", lambda name: ["triton>=3.6", "av<20", "nothing; extra == 'dev'"]
     )
     monkeypatch.setattr(operators, "find_spec", lambda name: None)
-    monkeypatch.setattr(flash, "installed", lambda: False)
+    monkeypatch.setattr(flash, "is_installed", lambda: False)
     found = examined()
     assert found["versions"]["triton"] is None and found["lab"] is None
     assert found["backends"]["triton"] == {"auto": False, "why": "it needs triton"}

@@ -53,7 +53,7 @@ def test_questions_are_due_after_the_last_frame_before_them() -> None:
         (video, [([0.0], ["a"]), ([2.0, 4.0], ["b", "c"]), ([6.0], [])], [(7.0, "d"), (None, "e")]),
         (later, [(None, ["d"]), ((times + 8).tolist(), [])], [(None, "e")]),
     ):
-        found = command.split_clip(film, asked)
+        found = command.split_clip_at_questions(film, asked)
         assert [(p and p.times.tolist(), [q for _, q in due]) for p, due in found] == pieces
         assert asked == left
 

@@ -100,7 +100,7 @@ def test_a_stopped_search_says_what_is_kept(
     words = ("search", ov, "--video", clip, "--max-tokens", 300, "--out", out, "--boundaries", "no_boundary")
     words += ("--cost", "pairs", "--block", 16, "--device", "cpu")
     with monkeypatch.context() as broken:
-        broken.setattr(measure, "visit_layers", lambda *_: stop())
+        broken.setattr(measure, "visit_attention_inputs", lambda *_: stop())
         assert call(*words) == (code, "", "stopped: nothing was measured yet.\n")
     with monkeypatch.context() as broken:
         heard(broken, run, "measure_candidates", lambda bench, *_: stop() if bench.inside.layer > 0 else None)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmaccel.core.decoding import generate
 from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal, accept
-from mmaccel.core.decoding.generate import speculate
+from mmaccel.core.decoding.generate import decode_speculatively
 from mmaccel.core.errors import MmaccelWarning
 from tests.core.toy import (
     Meter,
@@ -47,7 +47,7 @@ def run(
     with warnings.catch_warnings():
         warnings.simplefilter("error", MmaccelWarning)
         with pytest.warns(MmaccelWarning, match=warns) if warns else nullcontext() as told:
-            ids = speculate(target, draft, said, first, stop=stop, meter=meter, **choices)
+            ids = decode_speculatively(target, draft, said, first, stop=stop, meter=meter, **choices)
     assert told is None or len(told) == 1
     assert ids.shape[0] == 1 and ids.dtype == torch.long
     return ids[0].tolist(), target, meter
@@ -157,9 +157,9 @@ def dying(method: str, after: int, error: Exception) -> Scripted:
             raise error
 
     class Mortal(Scripted):
-        def observe(self, committed: Tensor, kept: int) -> None:
+        def observe_committed(self, committed: Tensor, kept: int) -> None:
             perhaps("observe")
-            super().observe(committed, kept)
+            super().observe_committed(committed, kept)
 
         def close(self) -> None:
             super().close()
@@ -224,9 +224,9 @@ def test_the_first_token_is_shown_before_its_draft_hears_of_it() -> None:
     shown = 0
 
     class Heard(Scripted):
-        def observe(self, committed: Tensor, kept: int) -> None:
+        def observe_committed(self, committed: Tensor, kept: int) -> None:
             said.append(("heard", len(committed)))
-            super().observe(committed, kept)
+            super().observe_committed(committed, kept)
 
     def emit(new: Tensor) -> None:
         nonlocal shown
@@ -256,7 +256,7 @@ def test_the_draft_is_closed_when_something_else_fails(culprit: str) -> None:
         target.rule = fail  # type: ignore[assignment]
     stop = fail if culprit == "stop" else limit(9)
     with pytest.raises(Dying, match=culprit):
-        speculate(
+        decode_speculatively(
             target, draft, said, first, stop=stop, emit=fail if culprit == "emit" else None, meter=Meter()
         )
     assert draft.closed == 1

@@ -157,7 +157,7 @@ def plan_of(name: str, start: int, scene: Scene = SCENE) -> AttentionPlan:
 def blocks(plan: AttentionPlan) -> int:
     """How many a plan lists, over all heads."""
     counts = [
-        s.lists.count.sum((0, 2)).expand(len(range(SCENE.heads)[p.for_heads(SCENE.heads)]))
+        s.lists.list_lengths.sum((0, 2)).expand(len(range(SCENE.heads)[p.for_heads(SCENE.heads)]))
         for p in plan.parts
         for s in p.spans
     ]

@@ -172,8 +172,8 @@ def test_lists_are_no_longer_than_they_were(scene: Scene, seed: int) -> None:
             h = len(range(heads)[part.for_heads(heads)])
             for span in part.spans:
                 assert span.lists.blocks == part.q_row.shape[-1] // BLOCK
-                count = span.lists.count.expand(scene.batch, h, -1)
-                block = span.lists.table() >= 0
+                count = span.lists.list_lengths.expand(scene.batch, h, -1)
+                block = span.lists.to_dense_table() >= 0
                 assert torch.equal(block.sum(-1).expand_as(count), count)
                 total += int(count.sum())
         return total
@@ -252,8 +252,8 @@ def test_runs_are_views_of_whole_groups() -> None:
     assert head_runs([0, 1, 3, 6], 3) == [HeadRun((0, 1), slice(0, 1)), HeadRun((3, 6), slice(1, 3))]
     query = torch.randn(1, 8, 5, 4)
     adjacent, apart = head_runs([2, 3], 4)[0], head_runs([1, 3], 4)[0]
-    assert adjacent.of(query).data_ptr() == query[:, 2:].data_ptr()
-    assert torch.equal(apart.of(query), query[:, [1, 3]])
+    assert adjacent.select_queries(query).data_ptr() == query[:, 2:].data_ptr()
+    assert torch.equal(apart.select_queries(query), query[:, [1, 3]])
 
 
 def test_runs_of_unlike_patterns_stand_side_by_side() -> None:

@@ -74,7 +74,7 @@ def check(order: tuple, span: KeySpan, listed: Tensor) -> None:
     q_row, k_row = order[:2]
     part = Part(q_row, (span,))
     B, H = listed.shape[:2]
-    kinds = span.lists.table()
+    kinds = span.lists.to_dense_table()
     for b in range(B):
         for h in range(H):
             want = pairs(part, span, listed, b, h)
@@ -104,8 +104,8 @@ def test_span_by_range(drawn) -> None:
     M, N = q_row.shape[-1] // BLOCK, k_row.shape[-1] // BLOCK
     everything = torch.ones(B, H, M, N, dtype=torch.bool)
     part = Part(q_row, (span,))
-    kinds = span.lists.table()
-    assert torch.equal(span.lists.count, (kinds >= 0).sum(-1))
+    kinds = span.lists.to_dense_table()
+    assert torch.equal(span.lists.list_lengths, (kinds >= 0).sum(-1))
     for b in range(B):
         for h in range(H):
             want = pairs(part, span, everything, b, h)
@@ -148,7 +148,7 @@ def test_lists_may_be_followed_by_slack() -> None:
 
     def loose(span: KeySpan) -> KeySpan:
         lists = span.lists
-        index = torch.cat([lists.entries, lists.entries.new_zeros(7)])
+        index = torch.cat([lists.index_or_empty, lists.index_or_empty.new_zeros(7)])
         return replace(span, lists=BlockLists(lists.row, index, lists.kind))
 
     slack = replace(plan, parts=(Part(part.q_row, tuple(loose(s) for s in part.spans)),))

@@ -64,7 +64,7 @@ def test_presets_have_the_windows_the_tenth_and_the_layer_of_the_paper(
     if draft.name == "sparse_to_dense":
         assert draft.retention == 0.1
     if depth is not None:
-        assert draft.pruner.stages(depth)[0].layer == 20
+        assert draft.pruner.pruning_stages(depth)[0].layer == 20
 
 
 def test_yaml_file_round_trip(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_what_core_cannot_honour_is_refused() -> None:
         name = "nobody"
         stage = "draft"
 
-        def stages(self, depth: int) -> tuple[Stage, ...]:
+        def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
             raise AssertionError
 
         def keep(self, signals: object, layout: object, stage: Stage, total: object = None) -> torch.Tensor:

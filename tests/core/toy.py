@@ -95,7 +95,7 @@ class Scripted(DraftState):
             return Proposal.empty()
         return Proposal(torch.tensor([told])) if isinstance(told, int) else told
 
-    def observe(self, committed: Tensor, kept: int) -> None:
+    def observe_committed(self, committed: Tensor, kept: int) -> None:
         self.tokens = self.tokens + committed.tolist()
         self.fates.append((committed.tolist(), kept))
 

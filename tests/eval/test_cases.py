@@ -99,9 +99,9 @@ def test_a_temporary_film_leaves_nothing() -> None:
 
 def test_cut_keeps_times() -> None:
     video = Film().watch(World.generate(0, 6))
-    piece = video.cut(2, 5)
+    piece = video.slice_frames(2, 5)
     assert len(piece) == 3 and torch.equal(piece.times, video.times[2:5]) and piece.fps == video.fps
-    assert video.cut(0, 6) is video
+    assert video.slice_frames(0, 6) is video
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("tiny-ov-draft", 16), ("tiny-qwen-draft", 15)])

@@ -122,7 +122,7 @@ def _family_refusal(family: str, **one: str) -> str | None:
     cell = Cell(family, "generate", "dense", "full", "off", "none", "none")._replace(**one)
     recipe = Recipe(**parts_of(cell, _any_draft(cell.draft, cell.own)))
     try:
-        family_of(family).check(models(family)[0], recipe)
+        family_of(family).check_recipe(models(family)[0], recipe)
     except RecipeError as error:
         return str(error)
     return None

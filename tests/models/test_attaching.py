@@ -227,7 +227,7 @@ def test_changes_wait_for_calls_under_way(family: tuple[str, Any], what: str, ca
         elif call == "forward":
             out.append(model(**inputs).logits)
         else:
-            with model_lock(model.model.language_model).call():
+            with model_lock(model.model.language_model).call_without_recipe():
                 hold()
 
     def change() -> None:
@@ -254,7 +254,7 @@ def test_a_generation_that_meets_the_first_wrapper_ends_plain(family: tuple[str,
     kind, model = family
     inputs, before, passes = prompt(kind, PROMPTS["text"]), picture(model), []
     plain = model.generate(**inputs, **TOLD)
-    pause, drain = Pause(), ModelReadWriteLock.drain
+    pause, drain = Pause(), ModelReadWriteLock.wait_for_running_calls
 
     def hold(*_: Any) -> None:
         passes.append(None)
@@ -270,7 +270,7 @@ def test_a_generation_that_meets_the_first_wrapper_ends_plain(family: tuple[str,
     out: list[Any] = []
     threads = beside(lambda: out.append(model.generate(**inputs, **TOLD)))
     assert pause.reached.wait(20)
-    monkeypatch.setattr(ModelReadWriteLock, "drain", drained)
+    monkeypatch.setattr(ModelReadWriteLock, "wait_for_running_calls", drained)
     with mmaccel.accelerate(model, kv={"name": "window", "sinks": 2, "window": 64}):
         finish(threads, 20)
         assert len(out) == 1 and torch.equal(out[0], plain)
@@ -287,7 +287,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(family: tuple[str, A
     pause = Pause()
 
     def work() -> None:
-        with gate.call(), gate._state:
+        with gate.call_without_recipe(), gate._state:
             pause()
 
     fast = mmaccel.accelerate(model)

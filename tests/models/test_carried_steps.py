@@ -172,7 +172,12 @@ def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: py
     """Gains are not one; a question that begins with frames goes through the modules, for these layers add to."""
     model, _ = stream_pair(kind)
     before = {}
-    seen = heard(monkeypatch, step.CapturedStreamSteps, "run", lambda steps, given, embeds, *_: len(embeds))
+    seen = heard(
+        monkeypatch,
+        step.CapturedStreamSteps,
+        "run_captured_step",
+        lambda steps, given, embeds, *_: len(embeds),
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name and weight.ndim == 1:
@@ -240,12 +245,15 @@ def test_a_step_that_fails_leaves_running_states_as_they_were(fails: str, monkey
     def go() -> torch.Tensor:
         return together([one, other], [ids, ids])[0] if shared else one.step(ids)
 
-    places = {"the step": (decode.DeviceDecodeStep, "run"), "the shared step": (BatchedDecodeSteps, "_run")}
+    places = {
+        "the step": (decode.DeviceDecodeStep, "run_layers"),
+        "the shared step": (BatchedDecodeSteps, "_run"),
+    }
     for _ in range(3 * (fails in places)):
         assert torch.allclose(go(), plain.step(ids), atol=2e-5)
     with monkeypatch.context() as patch:
         patch.setattr(
-            *places.get(fails, (recurrent, "copy_all")), Mock(side_effect=torch.OutOfMemoryError("once"))
+            *places.get(fails, (recurrent, "copy_by_dtype")), Mock(side_effect=torch.OutOfMemoryError("once"))
         )
         with pytest.raises(torch.OutOfMemoryError):
             go()

@@ -77,7 +77,7 @@ def _backwards(self: Any, model: Any, inputs: Any) -> Any:
 
 
 def _together(family: Any, *given: Any) -> Any:
-    images, videos = Qwen25VL.grids(family, *given)
+    images, videos = Qwen25VL.token_grids(family, *given)
     return images, [replace(video, apart=False) for video in videos]
 
 
@@ -102,11 +102,11 @@ PATTERNS: dict[str, tuple[Any, str, Any]] = {
     ),
     "block_topk": (BlockTopK, "_shares", lambda self, *a: 1 / (shares(self, *a) + 1)),
     "grid": (grid, "frame_phases", _shifted),
-    "q_boundary": (QBoundary, "groups", KBoundary.groups),
+    "q_boundary": (QBoundary, "modality_groups", KBoundary.modality_groups),
     "k_boundary": (
         KBoundary,
-        "groups",
-        property(lambda self: {None: dict.fromkeys(self.patterns, self.video)}),
+        "modality_groups",
+        property(lambda self: {None: dict.fromkeys(self.modality_patterns, self.video)}),
     ),
 }
 
@@ -114,7 +114,7 @@ PATTERNS: dict[str, tuple[Any, str, Any]] = {
 PLAIN, PLAN, NARROW = deepstack.slice_features, ForwardPass._plan, gemma.Gemma3.sliding_layers
 FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
     "features that chunks lose": (deepstack, "slice_features", _lost, "_dense", "dense in chunks"),
-    "frames that follow each other": (Qwen3VL, "grids", _together, "_dense", "placeholders"),
+    "frames that follow each other": (Qwen3VL, "token_grids", _together, "_dense", "placeholders"),
     "frames from the last to the first": (Qwen3VL, "layout", _backwards, "_layout", "columns of frames"),
     "a_shape in one layer alone": (
         *(ForwardPass, "_plan", lambda self, layer, *given: None if layer else PLAN(self, layer, *given)),
@@ -170,7 +170,7 @@ def test_any_other_model_is_served_and_told_of(monkeypatch: pytest.MonkeyPatch) 
     try_only(monkeypatch, "_dense _patterns _pruners", "a_shape")
     with pytest.warns(mmaccel.MmaccelWarning, match="'idefics3' is served as any other: patterns, windows"):
         rows = mmaccel.check_family(transformers.Idefics3ForConditionalGeneration, quiet=True)
-    model = family_of("idefics3").sampler(transformers.Idefics3ForConditionalGeneration).model()
+    model = family_of("idefics3").tiny_model_factory(transformers.Idefics3ForConditionalGeneration).model()
     model.model.text_model.layers[1].self_attn.sliding_window = 8
     with pytest.raises(
         ModelError, match="'idefics3' is not supported: some of its layers see a window alone"
@@ -215,7 +215,7 @@ def like_smolvlm(config: Any) -> Any:
 def test_a_model_of_other_layers_is_refused(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind]()
     with pytest.raises(ModelError, match=f"model type '{kind}' is not supported: "):
-        family_of(kind).check(ConfigOnlyModel(config), Recipe())
+        family_of(kind).check_recipe(ConfigOnlyModel(config), Recipe())
 
 
 def test_a_time_has_five_characters() -> None:

@@ -95,7 +95,7 @@ def test_the_runner_of_an_accelerated_model_keeps_no_graph(family):
     with mmaccel.accelerate(model) as fast:
         found = fast.view.runner()
         said = found.prefill(prompt(name, PROMPTS["video"])), found.step(torch.tensor([[5]]))
-        held = [x for pair in found.cache.state.buffers(1) for x in pair]
+        held = [x for pair in found.cache.state.layer_buffers(1) for x in pair]
     assert len(held) == 6 and not any(x.requires_grad for x in (*said, *held))
 
 
@@ -276,7 +276,7 @@ def test_it_is_chosen_for_models_it_computes(family, monkeypatch):
     assert captured(adapter.runner(model))
     # What stands before the layers and after them is no less the model's own.
     head = model.get_output_embeddings()
-    for end in (model.get_input_embeddings(), adapter.text(model).norm, head):
+    for end in (model.get_input_embeddings(), adapter.text_model(model).norm, head):
         handle = end.register_forward_hook(lambda *_: None)
         assert not captured(adapter.runner(model))
         handle.remove()

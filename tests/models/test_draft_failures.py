@@ -248,7 +248,7 @@ def test_a_draft_reads_no_longer_than_its_call(monkeypatch: pytest.MonkeyPatch) 
         session.watch(film(18), fps=FPS)
         whole = session.ask(QUESTION, TOKENS)
         with monkeypatch.context() as patch:
-            heard(patch, LocalDraftStream, "read", lambda *_: session.cancel())
+            heard(patch, LocalDraftStream, "read_question", lambda *_: session.cancel())
             answer = session.ask(QUESTION, TOKENS)
         assert answer.finish_reason == "cancelled" and answer.ids == whole.ids[:2]
         assert session.report().draft["failed"] is None

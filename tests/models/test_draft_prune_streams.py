@@ -112,7 +112,7 @@ def test_scores_by_states_are_those_of_the_plain_model(kv: str) -> None:
     layout = dataclasses.replace(layout, asked=(column >= begin) & (column < end))
     video = (inputs["input_ids"][0] == model.config.video_token_id).nonzero()[: len(heard.tokens), 0]
     hidden = torch.stack([one.view(layout.length, -1) for one in states])
-    want = policy("prune", UV).score(Signals(hidden=hidden), layout, video)
+    want = policy("prune", UV).score_candidates(Signals(hidden=hidden), layout, video)
     assert heard.tokens.tolist() == list(range(18 * heard.tokens_per_unit)) and want.std() > 0
     assert (heard.paid[0] - (want - want.amin() + 1)).abs().max() <= 1e-4
 
@@ -188,7 +188,7 @@ def test_a_draft_that_keeps_frames_reads_those_that_the_target_retrieved(
     def told(found: Any, self: _Frames, paid: Any) -> tuple[dict[int, float], list[int]]:
         return dict(paid), [number for number, _ in found]
 
-    every: list[tuple[dict[int, float], list[int]]] = returned(monkeypatch, _Frames, "pick_units", told)
+    every: list[tuple[dict[int, float], list[int]]] = returned(monkeypatch, _Frames, "choose_units", told)
     pace, want = (1 if name == "random-ov" else 2), asked(TIGHT[kv], "off", name=name)[0]
     with open_session(name, TIGHT[kv], 18, draft=cheap(name, frames=4)) as session:
         answer = session.ask(QUESTION, TOKENS)
@@ -212,11 +212,11 @@ def test_with_room_for_all_frames_it_reads_as_the_plain_model() -> None:
 
 def test_frames_that_are_held_stand_for_those_after_them() -> None:
     policy: Any = mmaccel.core.registry.policy("kv", {"name": "no_cache", "frames": 2, "kept": 4})
-    stream: Any = SimpleNamespace(pace=1)
+    stream: Any = SimpleNamespace(frames_per_unit=1)
     state: Any = policy.open_stream(stream, None, None, "cpu")
     state.store_frames(torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1).expand(-1, 3, 2, 2))
     assert list(state._held) == [0, 4, 8]
     for paid, numbers in (({}, [0, 8]), ({5: 0.2, 6: 0.2, 0: 0.3, 8: 0.1}, [0, 4]), ({9: 0.2}, [8])):
-        found = state.pick_units(paid)
+        found = state.choose_units(paid)
         assert [number for number, _ in found] == numbers
         assert [int(frames[0, 0, 0, 0]) for _, frames in found] == numbers

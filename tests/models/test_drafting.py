@@ -193,7 +193,7 @@ def test_what_a_pruned_draft_sees(family, compact):
     def note(module, args, kwargs):
         seen["positions"] = kwargs["position_ids"]
 
-    hook = view.adapter.text(model).register_forward_pre_hook(note, with_kwargs=True)
+    hook = view.adapter.text_model(model).register_forward_pre_hook(note, with_kwargs=True)
     runner = view.runner()
     with torch.no_grad():
         plain = {k: v for k, v in inputs.items() if k != "attention_mask"}
@@ -216,7 +216,9 @@ def test_a_recipe_that_is_refused_keeps_nothing_of_its_draft(family, monkeypatch
     """A draft's process is started when the draft is checked; what is refused after that must not leave it running."""
     _, model = family
     start = Mock()
-    monkeypatch.setattr(Sequential, "check", lambda self, target: target.cached("process", start))
+    monkeypatch.setattr(
+        Sequential, "check_target", lambda self, target: target.get_or_create("process", start)
+    )
     with pytest.raises(mmaccel.core.errors.RecipeError):
         mmaccel.accelerate(model, draft=Sequential(model=copy.deepcopy(model)), **broken)
     assert start.return_value.close.call_count == start.call_count and mmaccel.attached(model) is None

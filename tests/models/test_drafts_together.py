@@ -158,13 +158,13 @@ def test_tokens_that_are_never_said_are_those_in_every_type(dtype: torch.dtype) 
 class Stand:
     """A sequence of so many rounds in `Batch`, whose draft's logits end in an error if it is `bad`."""
 
-    adapts_length, has_unread_draft, judged, together = False, False, (0, 0), None
+    may_adapt_draft_length, has_unread_draft, judged, together = False, False, (0, 0), None
 
     def __init__(self, rounds: int, bad: bool = False, begun: Callable[[], object] = lambda: None) -> None:
         self.left, self.bad, self.ended, self.target, self.dropped = rounds, bad, False, self, 0
         self.begun = begun
 
-    def offer_rows(self, most: int | None) -> Any:
+    def rows_to_verify(self, most: int | None) -> Any:
         self.begun()
         kind = DraftStep(self, torch.zeros(1).long(), 8, ("?",) if self.bad else ())  # type: ignore[arg-type]
         try:
@@ -197,9 +197,9 @@ def test_logits_that_one_draft_cannot_take_are_nothing_to_the_others() -> None:
 class Adapts(Stand):
     """One whose draft reads its prompt in the first round in which it drafts."""
 
-    adapts_length, has_unread_draft = True, True
+    may_adapt_draft_length, has_unread_draft = True, True
 
-    def offer_rows(self, most: int | None) -> Any:
+    def rows_to_verify(self, most: int | None) -> Any:
         self.asked = most
         self.has_unread_draft = self.has_unread_draft and not most
         yield from ()
@@ -237,7 +237,7 @@ def test_what_one_memory_cannot_take_back_ends_its_sequence_alone() -> None:
     some[1].bad, together = True, Together()
     for one in some:
         one.together = together
-        one.offer_rows = lambda most: iter_of((torch.zeros(1, 1).long(),))
+        one.rows_to_verify = lambda most: iter_of((torch.zeros(1, 1).long(),))
     with pytest.raises(ValueError, match="it is stuck"):
         Batch().run(some)
     assert [one.left for one in some] == [0, 3, 0]
@@ -262,7 +262,10 @@ class Cold:
 def test_a_round_that_compiles_or_captures_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a window costs later is not what it costs the first time."""
     batch, one = Batch(), cast(Any, Stand(10))
-    one.adapts_length, one.together = True, Cold(12)  # two steps a round: the draft's and the target's
+    one.may_adapt_draft_length, one.together = (
+        True,
+        Cold(12),
+    )  # two steps a round: the draft's and the target's
     counted = heard(monkeypatch, batch.load, "add_round", lambda *_: 1)
     batch.run([one])
     assert len(counted) == 4

@@ -73,7 +73,7 @@ def test_the_passes_of_a_film_do_not_hang_on_how_its_frames_come(
     path = write_film(tmp_path / "film.mp4", 18, fps=2, height=42, width=70)
     shown = media.read(path, fps=FPS).frames
     monkeypatch.setattr(chat, "READ_FRAMES", 4)
-    passes = heard(monkeypatch, StreamRunner, "encode", lambda self, frames: len(frames))
+    passes = heard(monkeypatch, StreamRunner, "encode_frames", lambda self, frames: len(frames))
 
     def ingested(video: Any, begun: int = 0) -> tuple[list[int], dict[str, Tensor]]:
         how: dict[str, Any] = {"sparse": FEW["a_shape"], "chunk": 64, "backend": "reference"}
@@ -178,7 +178,7 @@ def test_a_film_longer_than_the_positions_keeps_its_positions_within_them(name: 
         session.ingest(film(25).repeat(2, 1, 1, 1), fps=FPS)
         live = session._live
         assert live is not None
-        assert live.stream.positions.largest(live.state.units()) > live.stream.positions.limit
+        assert live.stream.positions.largest_position(live.state.units()) > live.stream.positions.limit
         assert 0 < session.counters()["ingest_seen"] < 1
         assert max(taken) < live.stream.positions.limit
         session.ask(QUESTION, 2)

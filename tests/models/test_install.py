@@ -47,7 +47,7 @@ def test_hooks_may_be_removed_by_a_finalizer_while_others_are_installed() -> Non
     """A garbage collection runs finalizers anywhere, also inside `shared_hooks`, which must not wait for itself."""
     old, new = nn.Identity(), nn.Identity()
     kept = ExitStack()
-    kept.enter_context(shared_hooks(old, "one", lambda hooks: hooks.put(old, "told", True)))
+    kept.enter_context(shared_hooks(old, "one", lambda hooks: hooks.set_attribute(old, "told", True)))
 
     def enter() -> None:
         with shared_hooks(new, "one", lambda _: kept.close()):
@@ -127,7 +127,7 @@ def test_a_finalizer_in_an_import_waits_for_nobody(tmp_path: Path, monkeypatch: 
     (tmp_path / "slowly_imported.py").write_text("import tests.models.test_install as t; t.during()")
     monkeypatch.syspath_prepend(tmp_path)
     old, new = nn.Identity(), nn.Identity()
-    collect = noted(old, lambda hooks: hooks.put(old, "told", True))
+    collect = noted(old, lambda hooks: hooks.set_attribute(old, "told", True))
     begun, inside = threading.Event(), threading.Event()
 
     def during() -> None:

@@ -37,7 +37,7 @@ def ends_after(model: Any, inputs: dict[str, torch.Tensor], room: int, monkeypat
     """Give the model so many positions that `room` are left after the prompt's last column; how many there are."""
     family = adapter_for(model)
     last = int(family.positions(model, inputs)[..., -1].max())
-    monkeypatch.setattr(family.text(model).config, "max_position_embeddings", last + 1 + room)
+    monkeypatch.setattr(family.text_model(model).config, "max_position_embeddings", last + 1 + room)
     return last + 1 + room
 
 
@@ -86,7 +86,7 @@ def test_a_prompt_that_leaves_nothing_is_refused(
         said(fast, inputs, 5)
     assert "\n" not in str(refused.value)
     # Under M-RoPE a video may stand further out than the text after it.
-    monkeypatch.setattr(adapter_for(model).text(model).config, "max_position_embeddings", taken - 1)
+    monkeypatch.setattr(adapter_for(model).text_model(model).config, "max_position_embeddings", taken - 1)
     with mmaccel.accelerate(model) as fast, pytest.raises(ModelError, match=f"takes {taken} positions"):
         said(fast, inputs, 2)
 

@@ -105,7 +105,7 @@ def test_what_fails_for_all_leaves_every_stream_as_it_was(batches: list[int], mo
     apart, both = (opened("random-ov", MEMORIES["rekv"]) for _ in range(2))
     batches.clear()
     with monkeypatch.context() as patch:
-        broken(patch, HFStreamAdapter, "run_each", RuntimeError("the layers broke"))
+        broken(patch, HFStreamAdapter, "run_batched_passes", RuntimeError("the layers broke"))
         found = at_once(both)
     assert batches == [SESSIONS] and [str(one) for one in found] == ["the layers broke"] * SESSIONS
     assert len({id(one) for one in found}) == SESSIONS  # each call adds to its own

@@ -143,7 +143,7 @@ def test_a_shared_step_that_breaks_off_leaves_nothing_behind(
         broke.extend([len(hidden)] * (fails := len(hidden) > 1 and first()))
         return fails
 
-    offer, begins, behind = Speculation.offer_rows, dict[int, int](), list[bool]()
+    offer, begins, behind = Speculation.rows_to_verify, dict[int, int](), list[bool]()
 
     def offering(self: Any, most: int | None = None) -> Any:
         offered = yield from offer(self, most)
@@ -156,7 +156,7 @@ def test_a_shared_step_that_breaks_off_leaves_nothing_behind(
 
     with several(MEMORIES["rekv"], *range(SESSIONS)) as (sessions, alone):
         broken(monkeypatch, HFStreamAdapter, "logits", RuntimeError("no room"), several_rows)
-        monkeypatch.setattr(Speculation, "offer_rows", offering)
+        monkeypatch.setattr(Speculation, "rows_to_verify", offering)
         heard(monkeypatch, QuestionRunner, "step", again)
         assert at_once([lambda one=one: told(one.ask(QUESTION, TOKENS)) for one in sessions]) == alone
         assert len(broke) == 3 and max(seen) > 1 and behind and all(behind)
@@ -222,7 +222,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[mmaccel.VideoSession], 
 def together(session: mmaccel.VideoSession, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """From now on no answer begins by itself, and no round of the batch, before so many are there."""
     turns = session._stream_adapter.turns
-    batch, holding, advance = turns.batch, turns.batch._holding, Speculation.advance
+    batch, holding, advance = turns.batch, turns.batch._holding, Speculation.commit_next_tokens
 
     def come(there: Callable[[], int]) -> Callable[[], None]:
         all_there = list[bool]()
@@ -235,7 +235,7 @@ def together(session: mmaccel.VideoSession, monkeypatch: pytest.MonkeyPatch, cou
             begun()
         advance(self)
 
-    monkeypatch.setattr(Speculation, "advance", advancing)
+    monkeypatch.setattr(Speculation, "commit_next_tokens", advancing)
     monkeypatch.setattr(batch, "_holding", lambda: (joined(), holding())[1])
 
 

@@ -205,7 +205,7 @@ def test_an_outline_is_as_large_as_the_model(random_folder: Folder) -> None:
         assert found.config_only and not list(found.model.parameters())
         assert found.geometry == family.geometry(model)
         assert found.adapter.fingerprint(found.model) == family.fingerprint(model)
-        assert found.folder == family.folder(model) == random_folder(name)
+        assert found.model_folder == family.model_folder(model) == random_folder(name)
         assert found.adapter.name == family.name
 
 

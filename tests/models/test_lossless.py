@@ -185,7 +185,7 @@ def test_it_rests_until_it_is_measured_to_pay(three, monkeypatch):
         assert torch.equal(model.generate(**together, **GREEDY), plain)
         decided = fast.report()
         assert decided.draft["rounds"] > 0 or "with a draft in turns" in str(decided)
-        monkeypatch.setattr(DecodeTimings, "why_not", lambda self, batch, length: None)
+        monkeypatch.setattr(DecodeTimings, "why_draft_is_slower", lambda self, batch, length: None)
         assert torch.equal(model.generate(**together, **GREEDY), plain)
         assert fast.report().draft["rounds"] > 0 and not fast.report().notes
 
@@ -195,7 +195,7 @@ def test_what_is_sampled_is_not_drafted_for_by_the_clock(three, monkeypatch):
     options = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
     torch.manual_seed(3)
     plain = model.generate(**together, **options)
-    monkeypatch.setattr(DecodeTimings, "why_not", lambda self, batch, length: None)
+    monkeypatch.setattr(DecodeTimings, "why_draft_is_slower", lambda self, batch, length: None)
     with mmaccel.accelerate(model, draft=PromptLookup()) as fast:
         for _ in range(2):
             torch.manual_seed(3)
@@ -242,14 +242,16 @@ def test_what_pays_is_what_was_measured():
     turns, meter = DecodeTimings(), Meter(new_tokens=11, first=1.0, last=2.0)
     turns.record_without_draft(4, 1024, meter)
     turns.record_drafted(1500, 0.5, 25)
-    assert "of 1024 to 2047 tokens each, must first be timed in 2 calls" in turns.why_not(4, 1024)
+    assert "of 1024 to 2047 tokens each, must first be timed in 2 calls" in turns.why_draft_is_slower(4, 1024)
     turns.record_without_draft(4, 2047, Meter(new_tokens=11, first=1.0, last=6.0))
-    assert turns.why_not(4, 2000) is None, (
+    assert turns.why_draft_is_slower(4, 2000) is None, (
         "the faster of two calls is what steps take: 100 ms; 4 turns of 20 ms pay"
     )
-    assert "2 calls" in turns.why_not(4, 2048) and "none was given" in turns.why_not(4, 4096)
+    assert "2 calls" in turns.why_draft_is_slower(4, 2048) and "none was given" in turns.why_draft_is_slower(
+        4, 4096
+    )
     turns.record_drafted(1024, 1.0, 25)
-    assert "160 ms with a draft in turns, 100 ms in plain steps" in turns.why_not(4, 1024)
+    assert "160 ms with a draft in turns, 100 ms in plain steps" in turns.why_draft_is_slower(4, 1024)
     turns.record_drafted(1024, 9.0, 3)
     turns.record_without_draft(2, 1024, Meter(new_tokens=3, first=1.0, last=2.0))
     assert turns.drafted_s == {11: 0.04} and (2, 11) not in turns.plain_s, "so few are no measure"

@@ -36,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             layer_ops, name, lambda *given: (found.__setitem__(name, found.get(name, 0) + 1), op(*given))[1]
         )
 
-    for name in ("rms_norm", "silu_times_", "rotate_"):
+    for name in ("rms_norm", "silu_multiply_", "rotate_"):
         counted(name)
     return found
 
@@ -48,12 +48,12 @@ def test_a_model_says_the_same(family: str, calls: dict[str, int], monkeypatch: 
     inputs = prompt("llava", [("text", 200)])
     with torch.no_grad():
         wanted = model(**inputs).logits
-    monkeypatch.setattr(layer_ops, "fusible", lambda x: True)
+    monkeypatch.setattr(layer_ops, "can_fuse", lambda x: True)
     attention = model.model.language_model.layers[0].self_attn
     with mmaccel.accelerate(model, "dense"):
         with torch.no_grad():
             torch.testing.assert_close(model(**inputs).logits, wanted, rtol=1e-5, atol=1e-5)
-        assert calls == {"rms_norm": 5, "silu_times_": 2, "rotate_": 4}
+        assert calls == {"rms_norm": 5, "silu_multiply_": 2, "rotate_": 4}
         # Where gradients are wanted nothing is done in place.
         calls.clear()
         torch.testing.assert_close(model(**inputs).logits, wanted, rtol=1e-5, atol=1e-5)
@@ -84,7 +84,7 @@ def model() -> Any:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators in their plain form, in the place of the modules' own steps."""
-    monkeypatch.setattr(layer_ops, "fusible", lambda x: True)
+    monkeypatch.setattr(layer_ops, "can_fuse", lambda x: True)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_each_step_is_one_kernel(model: Any, fused: None, calls: dict[str, int])
     with mmaccel.accelerate(model, "dense"):
         encoded(model)
         # Two blocks, and the norm of the merger.
-        assert calls == {"rms_norm": 5, "silu_times_": 2, "rotate_": 4}
+        assert calls == {"rms_norm": 5, "silu_multiply_": 2, "rotate_": 4}
         calls.clear()
         with torch.enable_grad():
             encoded(model)
@@ -220,9 +220,9 @@ def test_as_the_module_makes_them(name: str, dtype: torch.dtype) -> None:
     places = torch.tensor([0, 1, 7, 900, 352_800])
     positions = places.expand(3, -1) if family.mrope else places
     with mock.patch.object(layer_ops, "rope_angles", wraps=layer_ops.rope_angles) as made:
-        found = family.angles(model, positions, dtype)
+        found = family.rope_angles(model, positions, dtype)
     assert made.called != family.mrope
-    cos, sin = family.rotary(model)(torch.empty(0, dtype=dtype), positions[..., None, :])
+    cos, sin = family.rotary_module(model)(torch.empty(0, dtype=dtype), positions[..., None, :])
     for one, turned in zip(found, (cos, sin), strict=True):
         assert torch.equal(one, turned[:, None])
 
@@ -260,13 +260,13 @@ def test_pooled_frames_have_the_bits_of_the_model_s_own(dtype: torch.dtype) -> N
 def test_stretched_angles_are_the_module_s_own() -> None:
     model = pair("random-ov")[0]
     family: Any = adapter_for(model)
-    rotary = family.rotary(model)
+    rotary = family.rotary_module(model)
     with (
         mock.patch.object(rotary, "rope_type", "dynamic"),
         mock.patch.object(layer_ops, "rope_angles", side_effect=AssertionError),
         mock.patch.object(rotary, "forward", side_effect=lambda x, at: (at.float(), -at.float())) as own,
     ):
-        family.angles(model, torch.arange(4), torch.float32)
+        family.rope_angles(model, torch.arange(4), torch.float32)
     assert own.called
 
 
@@ -298,13 +298,17 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 def test_a_change_is_seen(change: str) -> None:
     some = layers()
     watched, other = ModuleFingerprint(some), layers()
-    assert watched.same(list(some)) and not watched.same(list(other)) and not watched.same(list(some)[:1])
+    assert (
+        watched.is_unchanged(list(some))
+        and not watched.is_unchanged(list(other))
+        and not watched.is_unchanged(list(some)[:1])
+    )
     with torch.no_grad():
         some[0][0].weight.mul_(2)
-    assert watched.same(list(some))
+    assert watched.is_unchanged(list(some))
     CHANGES[change](some)
-    assert not watched.same(list(some))
-    assert ModuleFingerprint(some).same(list(some))
+    assert not watched.is_unchanged(list(some))
+    assert ModuleFingerprint(some).is_unchanged(list(some))
 
 
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
@@ -314,8 +318,8 @@ def test_a_listener_is_heard_wherever_it_is(kind: str) -> None:
     for module in some.modules():
         if module is some:
             continue
-        assert not watched.hooked()
+        assert not watched.has_hooks()
         hook = getattr(module, kind)(lambda *_: None)
-        assert watched.hooked() and watched.same(list(some))
+        assert watched.has_hooks() and watched.is_unchanged(list(some))
         hook.remove()
-    assert not watched.hooked()
+    assert not watched.has_hooks()

@@ -125,7 +125,9 @@ def test_a_later_turn_is_one_whole_prompt_and_reads_no_video(kv: str, name: str,
         out = fast.generate(**first, **how)
         texts = [answered(name, out, first)[1]]
         want = fast.generate(**turn(name, texts, 1, pixels=True), **how)
-        towers = heard(monkeypatch, StreamForwardPasses, "encoded", lambda self, inputs, units, unit: units)
+        towers = heard(
+            monkeypatch, StreamForwardPasses, "encode_prompt_video", lambda self, inputs, units, unit: units
+        )
         kinds = heard(
             monkeypatch, StreamRunner, "run_pass", lambda self, state, one, *_, **__: (self.state is state, one.kind)
         )  # fmt: skip

@@ -84,7 +84,7 @@ def test_a_pattern_runs_and_kept_is_the_listed_share_of_causal_pairs(family, nam
             rows = ((part.q_row >= 0) & (part.q_row < length - tail)).expand(1, h, -1)[0]
             for span in part.spans:
                 keys = (span.k_row >= 0).expand(1, h, -1)[0]
-                table = span.lists.table().expand(1, h, -1, -1)[0] >= 0
+                table = span.lists.to_dense_table().expand(1, h, -1, -1)[0] >= 0
                 nq, nk = (x.unflatten(-1, (-1, 16)).sum(-1).double() for x in (rows, keys))
                 own += torch.einsum("hm,hmn,hn->h", nq, table.double(), nk)
         listed += sum(range(length - tail + 1, length + 1))

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 import mmaccel
-from mmaccel.backends.select import Store
+from mmaccel.backends.select import CostFile
 from mmaccel.core import costs, rates
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.core.layout import VIDEO, TokenLayout
@@ -60,7 +60,7 @@ def test_sizes_are_the_loaded_model_s(name: str) -> None:
     model, processor = pair(name)
     sizes = model_sizes_of(model, (42, 70), processor=processor)
     assert sizes.weights == sum(p.numel() for p in model.parameters())
-    assert sizes.layers == 2 and sizes.pace == (2 if name == "random-qwen" else 1)
+    assert sizes.layers == 2 and sizes.frames_per_unit == (2 if name == "random-qwen" else 1)
     with mmaccel.VideoSession(model, processor, "full") as session:
         session.watch(film(4), fps=1.0)
         assert sizes.tokens == session._live.info.tokens_per_unit  # type: ignore[union-attr]
@@ -113,7 +113,7 @@ def test_every_memory_is_predicted_by_what_it_declares(name: str, live: bool) ->
     full, found = (costs.predict_cost(each, SIZES, one, DEVICE) for each in (Recipe(), recipe))
     told = (found.read_s, found.question_s, found.token_s, float(found.device_bytes), float(found.host_bytes))
     assert all(math.isfinite(n) and n >= 0 for n in told) and min(found.question_s, *told[2:4]) > 0
-    kept = recipe.kv.footprint(SIZES.tokens, SIZES.pace)
+    kept = recipe.kv.footprint(SIZES.tokens, SIZES.frames_per_unit)
     if kept == Footprint():
         assert name == "full" and found == full
     else:
@@ -187,7 +187,9 @@ def test_on_a_gpu_a_layer_s_time_leaves_out_what_a_step_adds(device: str, wanted
 def test_a_layer_of_few_rows_is_timed_as_a_session_s_captured_step_runs_it(monkeypatch) -> None:
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     ran: list[int] = []
-    layers = heard(monkeypatch, step.CapturedStreamSteps, "run", lambda steps, run, embeds, *_: len(embeds))
+    layers = heard(
+        monkeypatch, step.CapturedStreamSteps, "run_captured_step", lambda steps, run, embeds, *_: len(embeds)
+    )
     few = _few_rows(pair("random-ov")[0])
     for _ in range(3):
         few()
@@ -214,7 +216,7 @@ def test_rows_of_a_pass_hold_their_share_of_a_line() -> None:
     x = torch.randn(2, 1, 1, place.shape[1], 16, generator=torch.Generator().manual_seed(0))
     plan = grid.plan(x[0, :, :, -n:], x[1], queries, keys)
     assert plan is not None
-    listed = sum(float(s.lists.count.double().sum((0, 2)).mean()) for p in plan.parts for s in p.spans)
+    listed = sum(float(s.lists.list_lengths.double().sum((0, 2)).mean()) for p in plan.parts for s in p.spans)
     assert 0.7 < grid.expected_blocks(n, place.shape[1], (queries, keys)) / listed < 1.4
 
 
@@ -230,7 +232,7 @@ def test_slashes_of_few_rows_list_no_block_of_keys_twice() -> None:
 
 def test_rates_are_measured_once_and_kept(tmp_path: Path) -> None:
     sizes = model_sizes_of(pair("random-ov")[0], (42, 70), processor=pair("random-ov")[1])
-    store = Store(tmp_path / "rates.json", rates.DeviceRates.from_dict)
+    store = CostFile(tmp_path / "rates.json", rates.DeviceRates.from_dict)
     runs: list[int] = []
 
     def bench(run: Any, device: torch.device) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends.select import Store
+from mmaccel.backends.select import CostFile
 from mmaccel.core import costs, rates
 from mmaccel.core.errors import ModelError
 from mmaccel.core.prefill.attention import MIN_ROWS
@@ -128,7 +128,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch, spent: rates.MeasuredOverhead) -> 
 
     monkeypatch.setattr(rehearsal, "_reduced", reduced)
     monkeypatch.setattr(torch.nn.Linear, "device", CPU, raising=False)
-    monkeypatch.setattr(rehearsal, "run_timed", run)
+    monkeypatch.setattr(rehearsal, "run_and_time", run)
     return ran
 
 
@@ -146,7 +146,7 @@ def test_sessions_of_four_and_twelve_layers_tell_of_28(monkeypatch, tmp_path: Pa
     )  # fmt: skip
     ran, store = (
         sessions(monkeypatch, spent),
-        Store(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict),
+        CostFile(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict),
     )
     # Of a dense prefill, whose pairs are counted in no time.
     recipe, lines = Recipe.load("film-many-questions", sparse="dense"), list[str]()
@@ -174,16 +174,16 @@ def test_sessions_of_four_and_twelve_layers_tell_of_28(monkeypatch, tmp_path: Pa
 
 def test_what_stops_a_session_once_is_not_predicted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran, late = sessions(monkeypatch, told()), [20.0]
-    plain = rehearsal.run_timed
+    plain = rehearsal.run_and_time
 
     def run(model: Any, layers: int, recipe: Recipe, film: Any, one: costs.Workload, **how: Any) -> Any:
         found = plain(model, layers, recipe, film, one, **how)
         stopped = late.pop() if ran[-1][:2] == (12, 316) and late else 0.0
         return replace(found, read_s=found.read_s + stopped)
 
-    monkeypatch.setattr(rehearsal, "run_timed", run)
+    monkeypatch.setattr(rehearsal, "run_and_time", run)
     recipe = Recipe.load("film-many-questions", sparse="dense")
-    found = measured(Store(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict), [recipe])
+    found = measured(CostFile(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict), [recipe])
     many = work(frames=1800, questions=20)
     assert costs.predict_cost(recipe, SIZES, many, found).read_s == pytest.approx(
         costs.predict_cost(recipe, SIZES, many, DEVICE).read_s, rel=1e-6
@@ -194,7 +194,7 @@ def test_what_stops_a_session_once_is_not_predicted(monkeypatch: pytest.MonkeyPa
 def test_what_takes_too_long_or_too_much_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran, store = (
         sessions(monkeypatch, told()),
-        Store(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict),
+        CostFile(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict),
     )
     slow = replace(DEVICE, products={width: rate / 1e4 for width, rate in DEVICE.products.items()})
     small, short = replace(DEVICE, memory=8 * GB), replace(SIZES, limit=8192)
@@ -211,7 +211,7 @@ def test_a_family_that_cannot_be_run_leaves_the_prediction(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken(monkeypatch, rehearsal, "_reduced", error)
-    store, lines = Store(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict), list[str]()
+    store, lines = CostFile(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict), list[str]()
     assert measured(store, [Recipe()], say=lines.append) == DEVICE and not len(store)
     assert lines[-1] == "sessions are not measured: it is full."
 
@@ -221,11 +221,13 @@ def test_a_shape_gets_a_processor_that_counts_as_its_sizes_do(name: str) -> None
     processor, sizes = rehearsal._processor(shapes.model_config(name, 2)), model_sizes_of(name)
     few, many = (
         processor.chat("What?", videos=torch.zeros(n, 3, 252, 448, dtype=torch.uint8), fps=0.5)["input_ids"]
-        for n in (2, 2 + sizes.pace)
+        for n in (2, 2 + sizes.frames_per_unit)
     )
     assert many.shape[1] - few.shape[1] == sizes.tokens
     question = processor.chat(rehearsal.QUESTION, videos=torch.zeros(2, 3, 252, 448, dtype=torch.uint8))
-    assert question["input_ids"].shape[1] - 2 // sizes.pace * sizes.tokens < min(MIN_ROWS, step.WIDTHS[-1])
+    assert question["input_ids"].shape[1] - 2 // sizes.frames_per_unit * sizes.tokens < min(
+        MIN_ROWS, step.WIDTHS[-1]
+    )
 
 
 @pytest.mark.parametrize(("family", "kind"), product(["random-ov", "random-qwen"], KINDS))
@@ -238,7 +240,10 @@ def test_sessions_run_on_a_loaded_model(family: str, kind: str, monkeypatch, tmp
     sizes = model_sizes_of(model, (42, 70), processor=processor)
     kv = "full" if kind == "call" else CLUSTERED
     recipe, one = Recipe.load(kv=kv), work(**KINDS[kind])
-    before, store = torch.get_rng_state(), Store(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict)
+    before, store = (
+        torch.get_rng_state(),
+        CostFile(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict),
+    )
     slow = replace(DEVICE, name="cpu")
     found = rehearsal.with_measured_overheads(
         slow, CPU, sizes, model, (42, 70), [recipe], one, processor=processor, store=store
@@ -249,7 +254,7 @@ def test_sessions_run_on_a_loaded_model(family: str, kind: str, monkeypatch, tmp
     assert rates.predict_plane_seconds(surplus.read, sizes.layers, 24) > 0, "random-ov on a CPU is no H100"
     assert len(surplus.first) == (1 if kind == "call" else rehearsal.FIRST)
     assert (
-        Store(store.path, rates.MeasuredOverhead.from_dict).get(
+        CostFile(store.path, rates.MeasuredOverhead.from_dict).get(
             next(iter(json.loads(store.path.read_text())))
         )
         == surplus
@@ -290,7 +295,7 @@ def test_rates_on_disk_are_of_this_machine_as_it_is(monkeypatch: pytest.MonkeyPa
 
         def step(layers: int) -> None: ...
 
-        store = Store(path, rates.DeviceRates.from_dict)
+        store = CostFile(path, rates.DeviceRates.from_dict)
         return rates.measure_device(torch.device("cpu"), SIZES, step, step, None, store=store, bench=bench)
 
     def runs_of() -> int:

@@ -289,7 +289,7 @@ def test_a_watch_that_is_undone_has_let_nothing_go() -> None:
             raise RuntimeError("damaged")
 
         adapter: Any = session._stream_adapter
-        adapter.clips = clips
+        adapter.iterate_clips = clips
         with pytest.raises(RuntimeError, match="damaged"):
             session.watch("film.mp4", times=[1000.0 + n for n in range(12)])
         assert (held(session), session.frames, list(session.events)) == before

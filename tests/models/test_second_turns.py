@@ -128,7 +128,7 @@ def test_uv_compares_with_the_words(family: str) -> None:
         assert question_text_columns(layout).tolist() == list(range(3, 12))
         states = adapter_for(model).embed(model, inputs)
         kept.append(
-            pruner.keep({"hidden": torch.cat([states, states])}, layout, pruner.stages(4)[0]).tolist()
+            pruner.keep({"hidden": torch.cat([states, states])}, layout, pruner.pruning_stages(4)[0]).tolist()
         )
     assert kept[0] == kept[1] != kept[2]
 

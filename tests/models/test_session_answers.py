@@ -78,7 +78,9 @@ def test_a_question_past_the_positions_is_refused_before_it_is_run(kv: str, monk
     with open_session("random-ov", TIGHT[kv], 8) as session:
         before = session.ask(QUESTION, 2)
         with monkeypatch.context() as quick:
-            quick.setattr(session._stream_adapter, "run", Mock(side_effect=AssertionError("a pass was run")))
+            quick.setattr(
+                session._stream_adapter, "run_layers", Mock(side_effect=AssertionError("a pass was run"))
+            )
             with pytest.raises(
                 ModelError, match=r"^question: .* take \d{5,} of the model's 400 positions .*\.$"
             ):
@@ -188,7 +190,7 @@ def test_a_watch_that_is_ended_keeps_the_frames_that_are_through(
     name: str, how: str, kv: str, clock: Clock
 ) -> None:
     model = pair(name)[0]
-    pace = mmaccel.core.attach.adapter_for(model).pace(model)  # type: ignore[attr-defined]
+    pace = mmaccel.core.attach.adapter_for(model).frames_per_unit(model)  # type: ignore[attr-defined]
     frames = torch.cat([film(25), film(25, 4)])
     with open_session(name, TIGHT[kv], chunk=64) as session, open_session(name, TIGHT[kv], chunk=64) as other:
         session.watch(frames[:3], fps=FPS)

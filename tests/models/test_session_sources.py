@@ -154,7 +154,7 @@ def test_the_clips_before_an_error_are_kept(slides: Path, monkeypatch, error: Ba
         told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
         if not isinstance(error, KeyboardInterrupt):
             assert told.endswith("the 8 frames before it are kept.")
-        twin.watch(media.read(slides, fps=1.0).at(slice(8)))
+        twin.watch(media.read(slides, fps=1.0).select_frames(slice(8)))
         assert len(session) == 8
         torch.testing.assert_close(logits(session), logits(twin), rtol=0, atol=1e-5)
         with pytest.raises(type(error)):
@@ -182,7 +182,7 @@ def test_a_source_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
                 check()
 
     with open_session("random-ov", TIGHT["rekv"]) as session:
-        session._stream_adapter.clips = clips  # type: ignore[method-assign]
+        session._stream_adapter.iterate_clips = clips  # type: ignore[method-assign]
         with pytest.warns(MmaccelWarning, match="cancelled; it took in 9 frames"):
             assert session.watch("rtsp://camera", reconnect=True) == 9
         stall, end = session.events
@@ -201,7 +201,7 @@ def test_without_it_a_stall_is_an_error() -> None:
         raise VideoStalled("rtsp://camera", 10.0, 3)
 
     with open_session("random-ov", TIGHT["rekv"]) as session:
-        session._stream_adapter.clips = clips  # type: ignore[method-assign]
+        session._stream_adapter.iterate_clips = clips  # type: ignore[method-assign]
         with pytest.raises(VideoStalled):
             session.watch("rtsp://camera")
         assert session.frames == 3 and not session.events

@@ -65,7 +65,7 @@ def test_it_says_what_it_says_on_one_device(family: tuple[str, Any]) -> None:
     inputs = prompt(name, PROMPTS["video"])
     want = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     undo = loading.spread_layers_over_devices(model, [CPU, OTHER])
-    layers, norm = adapter_for(model).layers(model), adapter_for(model).text(model).norm
+    layers, norm = adapter_for(model).layers(model), adapter_for(model).text_model(model).norm
     hooked = [bool(module._forward_pre_hooks) for module in (*layers, norm)]
     assert hooked == [True] * 4
     peer = BUILD[name](seed=1)
@@ -154,7 +154,7 @@ def test_a_shape_is_made_where_its_layers_lie(monkeypatch: pytest.MonkeyPatch) -
     assert {n: p.shape for n, p in model.named_parameters()} == {
         n: p.shape for n, p in whole.named_parameters()
     }
-    text = adapter_for(model).text(model)
+    text = adapter_for(model).text_model(model)
     assert text.config.num_hidden_layers == 3
     assert [layer.self_attn.layer_idx for layer in text.layers] == [0, 1, 2]
     assert all(
@@ -248,7 +248,7 @@ def test_a_device_gets_what_is_of_its_pass_when_the_others_have_theirs() -> None
     model, processor = pair("random-ov", 4)
     spread, order = copy.deepcopy(model), list[Any]()
     loading.spread_layers_over_devices(spread, [CPU, OTHER])
-    layers, norm = adapter_for(spread).layers(spread), adapter_for(spread).text(spread).norm
+    layers, norm = adapter_for(spread).layers(spread), adapter_for(spread).text_model(spread).norm
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda _, args, number=number: order.append(number))
     norm.register_forward_pre_hook(lambda _, args: order.append(tuple(args[0].shape[:2])))
@@ -348,8 +348,8 @@ def test_a_memory_of_frames_needs_one_device() -> None:
 
 def test_a_cap_of_the_host_is_shared_by_layers() -> None:
     policy: Any = mmaccel.Recipe.load(kv={"name": "rekv", "store": {"host_bytes": 1000}}).kv
-    assert policy.for_layers(0.25).store.host_bytes == 250
-    assert mmaccel.Recipe.load(kv="rekv").kv.for_layers(0.25).store.host_bytes is None
+    assert policy.for_layer_share(0.25).store.host_bytes == 250
+    assert mmaccel.Recipe.load(kv="rekv").kv.for_layer_share(0.25).store.host_bytes is None
 
 
 def test_clusters_are_of_all_layers_where_a_device_has_one() -> None:

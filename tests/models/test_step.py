@@ -68,7 +68,7 @@ class Calls(TorchDispatchMode):
         return +self.captured, +self.launched
 
 
-LAYER = {"qkv_rope_rows": 1, "decode_attend": 1, "residual_rows": 2, "project_rows": 1}
+LAYER = {"qkv_rope_rows": 1, "decode_attend": 1, "residual_linear": 2, "project_rows": 1}
 
 
 @pytest.mark.usefixtures("repeated")
@@ -101,7 +101,10 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
         session.watch(film(25), fps=FPS)
         live: Any = session._live
         live.state._keeps = True
-        layers, run = len(list(live.adapter.family.layers(live.adapter.model))), step.CapturedStreamSteps.run
+        layers, run = (
+            len(list(live.adapter.family.layers(live.adapter.model))),
+            step.CapturedStreamSteps.run_captured_step,
+        )
 
         def noted(steps: Any, *given: Any) -> Any:
             calls.captured, calls.launched, calls.on = Counter(), Counter(), True
@@ -111,21 +114,21 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
             passes.append((+calls.captured, +calls.launched))
             return out
 
-        monkeypatch.setattr(step.CapturedStreamSteps, "run", noted)
+        monkeypatch.setattr(step.CapturedStreamSteps, "run_captured_step", noted)
         for _ in range(4):
             session.ask(QUESTION, 3)
     captured, _ = passes[-3]
-    own = {"rope_rows": 1, "decode_attend": 1, "residual_rows": 2, "project_rows": 1}
+    own = {"rope_rows": 1, "decode_attend": 1, "residual_linear": 2, "project_rows": 1}
     assert captured["rope_rows"] == layers == 2
     # After the last layer no norm follows, and nothing is asked of the next one. The rest is the memory's.
     made = Counter({name: layers * number for name, number in own.items()})
     made += Counter({"project_rows": layers + 1, "_foreach_copy_": layers - 1})
-    made["residual_rows"] -= 1
+    made["residual_linear"] -= 1
     assert {name: captured[name] for name in made} == made
     captured, launched = passes[-1]
     assert captured == Counter({name: layers * number for name, number in LAYER.items()}) + Counter(
         {"add": 1, "copy_": 1, "project_rows": 1}
-    ) - Counter({"residual_rows": 1})
+    ) - Counter({"residual_linear": 1})
     # The last norm is launched by itself.
     assert launched["copy_"] <= 4 and sum(launched.values()) <= 12
 
@@ -174,7 +177,12 @@ def test_steps_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.
             said += [turn.step(torch.tensor([[token]])) for token in (5, 6)]
             return [*said, turn.step(torch.tensor([[8, 4, 3, 12, 5]]))]
 
-    passes = heard(monkeypatch, step.CapturedStreamSteps, "run", lambda adapter, run, embeds, *_: len(embeds))
+    passes = heard(
+        monkeypatch,
+        step.CapturedStreamSteps,
+        "run_captured_step",
+        lambda adapter, run, embeds, *_: len(embeds),
+    )
     with opened(name, KV[kv]) as session:
         wanted, said = [logits(session), *behind(session)], session.ask(QUESTION, 6)
         assert not passes
@@ -257,7 +265,7 @@ def test_a_model_that_was_once_asked_for_its_attention_is_served_as_any(monkeypa
         model(input_ids=torch.tensor([[3, 4, 5]]), output_attentions=True)
     assert any(layer._forward_hooks for layer in model.model.language_model.layers)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    passes = heard(monkeypatch, step.CapturedStreamSteps, "run", lambda *_: 1)
+    passes = heard(monkeypatch, step.CapturedStreamSteps, "run_captured_step", lambda *_: 1)
     with mmaccel.VideoSession(model, processor, None, kv=KV["rekv"]) as session:
         session.watch(film(25), fps=FPS)
         session.ask(QUESTION, 2)
@@ -266,7 +274,7 @@ def test_a_model_that_was_once_asked_for_its_attention_is_served_as_any(monkeypa
 
 def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    monkeypatch.setattr(step.CapturedStreamSteps, "run", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(step.CapturedStreamSteps, "run_captured_step", Mock(side_effect=AssertionError))
     with opened("random-ov", KV["rekv"]) as session:
         with pytest.raises(AssertionError):
             logits(session)

@@ -108,7 +108,7 @@ def test_a_draft_reads_a_stored_film_in_one_pass_under_its_window(monkeypatch: p
     def told(runner: Any, frames: Any) -> Any:
         return runner.adapter.attention.recipe.sparse, len(frames)
 
-    passes = heard(monkeypatch, StreamRunner, "encode", told)
+    passes = heard(monkeypatch, StreamRunner, "encode_frames", told)
     with open_session("random-ov", TIGHT["mosaic"], draft=draft, chunk=None) as session:
         session.ingest(film(24), fps=FPS)
         (_, whole), (pattern, count) = passes
@@ -202,7 +202,8 @@ def quiet() -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    "method", ["add_frames", "checkpoint", "prepare_question", "read", "end_question", "save", "end_ingest"]
+    "method",
+    ["add_frames", "checkpoint", "prepare_question", "read_question", "end_question", "save", "end_ingest"],
 )
 def test_a_failing_draft_loses_nothing_of_the_stream(tmp_path: Path, method: str, monkeypatch) -> None:
     frames, want = film(18), quiet()

@@ -168,7 +168,7 @@ def test_evidence_weighs_the_rows_that_saw_everything(kv: str, name: str = "rand
     question. Where all rows are, what reached the answer is not known, and what was looked at is."""
     with watched(name, kv) as dense:
         told = dense.ask(LONG, 2).evidence
-        asked = dense._stream_adapter.question(LONG)
+        asked = dense._stream_adapter.make_question(LONG)
     tail = len(asked.ids) - asked.words[0]
     for pattern, rest in ((ALL, tail), (FEW["a_shape"], tail), (ALL, 0)):
         with watched(name, kv, sparse=pattern, backend="reference", dense_tail=rest) as session:

@@ -42,7 +42,7 @@ def pair(kind: str) -> tuple[Any, Any]:
 
 @cache
 def film(units: int, kind: str) -> Tensor:
-    frames = units * family_of(kind).pace(pair(kind)[0])
+    frames = units * family_of(kind).frames_per_unit(pair(kind)[0])
     return torch.randint(
         0, 256, (frames, 3, 28, 28), dtype=torch.uint8, generator=torch.Generator().manual_seed(7)
     )
@@ -191,7 +191,7 @@ def test_it_is_the_prompt_of_the_stock_processor(kind: str, monkeypatch: pytest.
     if kind == "smolvlm":  # writes how many frames there are in words
         monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
     processor = stock(kind)
-    rate, first, count = 0.02, 500 if kind == "glm4v" else 5, 3 * family_of(kind).pace(model)
+    rate, first, count = 0.02, 500 if kind == "glm4v" else 5, 3 * family_of(kind).frames_per_unit(model)
     size = (64, 96) if kind not in ("internvl", "llava_next_video", "perception_lm", "smolvlm") else (28, 28)
     frames = torch.randint(
         0, 256, (count, 3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)
@@ -306,7 +306,7 @@ def test_running_states_come_back_after_errors_questions_and_drafts(captured: bo
         for each in (quiet, one):
             each.watch(frames[:24], fps=FPS)
         states: Any = one._live.running  # type: ignore[union-attr]
-        before = {name: x.clone() for name, x in states.tensors().items()}
+        before = {name: x.clone() for name, x in states.named_tensors().items()}
         module = family_of(kind).attentions(pair(kind)[0])[-1]
         calls: list[int] = []
 
@@ -325,7 +325,7 @@ def test_running_states_come_back_after_errors_questions_and_drafts(captured: bo
         told = one.ask("a b a b a b a b a b?", 12)
         assert told.counters["drafted"] > told.counters["accepted"]
         assert told.ids == quiet.ask("a b a b a b a b a b?", 12).ids
-        assert all(torch.equal(x, before[name]) for name, x in states.tensors().items())
+        assert all(torch.equal(x, before[name]) for name, x in states.named_tensors().items())
         for each in (quiet, one):
             each.watch(frames[24:], fps=FPS)
         assert torch.allclose(logits(one, QUESTION), logits(quiet, QUESTION), atol=1e-6)

@@ -55,7 +55,9 @@ def kept(session: mmaccel.VideoSession) -> dict[str, Any]:
     live: Any = session._live
     told = {name: n for name, n in session.counters().items() if not name.startswith(HOW)}
     columns = [one.column.tolist() for one in getattr(live.state, "_held", []) if hasattr(one, "column")]
-    picked = [number for number, _ in live.state.pick_units({})] if hasattr(live.state, "pick_units") else []
+    picked = (
+        [number for number, _ in live.state.choose_units({})] if hasattr(live.state, "choose_units") else []
+    )
     return {
         **told,
         "spans": list(live.info.spans),
@@ -153,7 +155,7 @@ MEMORIES: dict[str, tuple[dict[str, Any], int]] = {
 """Each with the launches of a pass at most."""
 KERNELS = [
     (clusters, name)
-    for name in ("score_keys", "beyond_budget", "scores_and_preceding", "select_entries", "mean_query")
+    for name in ("score_keys", "mask_beyond_budget", "scores_and_preceding", "select_entries", "mean_query")
 ]
 
 
@@ -182,7 +184,7 @@ def test_pixels_without_a_text_are_those_with_one(name: str) -> None:
     _, processor = pair(name)
     frames = film(4)
     whole = processor(processor.video_token, videos=[frames], add_special_tokens=False)
-    alone = processor.pixels(frames)
+    alone = processor.prepare_pixels(frames)
     assert alone and all(torch.equal(whole[each], value) for each, value in alone.items())
 
 

@@ -20,9 +20,9 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, ModelError, VideoError
 from mmaccel.models import stock, taking
 from mmaccel.models.processor import Processor
-from mmaccel.models.prompt_layout import Budget
+from mmaccel.models.prompt_layout import VideoBudget
 from mmaccel.models.shipped import WORLD
-from mmaccel.models.taking import max_frames_that_fit, processor_frame_budget, read_sampled
+from mmaccel.models.taking import max_frames_that_fit, processor_frame_budget, read_sampled_video
 from tests.media.films import write_film
 from tests.models.streams import QUESTION, asked_of_film, film, pair
 from tests.models.test_processor import FAMILIES, noise, same, shipped_qwen, write_model
@@ -64,7 +64,7 @@ def test_a_file_becomes_for_qwen_what_qwen_vl_utils_makes_of_it(
     video, fps = utils.fetch_video({"type": "video", "video": str(path)}, return_video_sample_fps=True)
     processor = mmaccel.load_processor(shipped_qwen(tmp_path / "model"))
     wanted = processor("<|video_pad|>", videos=video.to(torch.uint8), fps=fps)
-    taken = read_sampled(processor, path)
+    taken = read_sampled_video(processor, path)
     assert torch.equal(taken.frames, video.to(torch.uint8)) and taken.fps == pytest.approx(fps)
     for one in (processor, Processor.from_pretrained(tmp_path / "model")):
         got = one("<|video_pad|>", videos=path)
@@ -79,8 +79,8 @@ def test_a_file_becomes_for_qwen_what_qwen_vl_utils_makes_of_it(
 
 def test_of_a_long_video_pixels_are_shared_out() -> None:
     budget = Processor.from_pretrained(mmaccel.models.shipped.model_folder("tiny-qwen")).style.budget
-    assert budget.count(100_000, 25.0) == 768 and budget.count(1, 30.0) == 1
-    rows, columns = budget.size(768, 1080, 1920)
+    assert budget.frame_count(100_000, 25.0) == 768 and budget.frame_count(1, 30.0) == 1
+    rows, columns = budget.frame_size(768, 1080, 1920)
     assert 0.9 * 128000 * 28 * 28 / 768 * 2 >= rows * columns > 0.7 * 0.9 * 128000 * 28 * 28 / 768 * 2
 
 
@@ -89,8 +89,8 @@ def test_llava_onevision_takes_32_frames_of_any_length(tmp_path: Path) -> None:
         tmp_path / "model", "llava_onevision", **{"video_preprocessor_config.json": {"fps": None}}
     )
     processor = mmaccel.load_processor(folder)
-    assert len(read_sampled(processor, write_film(tmp_path / "long.mp4", 100))) == 32
-    assert len(read_sampled(processor, write_film(tmp_path / "short.mp4", 20))) == 20
+    assert len(read_sampled_video(processor, write_film(tmp_path / "long.mp4", 100))) == 32
+    assert len(read_sampled_video(processor, write_film(tmp_path / "short.mp4", 20))) == 20
     inputs = processor("<video>", videos=tmp_path / "long.mp4")
     assert inputs["pixel_values_videos"].shape[1] == 32
 
@@ -101,19 +101,20 @@ def test_a_folder_and_a_caller_say_otherwise(tmp_path: Path) -> None:
         tmp_path / "model", "llava_onevision", **{"video_preprocessor_config.json": {"fps": 5.0}}
     )
     processor = mmaccel.load_processor(folder)
-    assert processor_frame_budget(processor) == Budget(fps=5.0, most=4096)
-    assert len(read_sampled(processor, path)) == 30
-    assert len(read_sampled(processor, path, max_frames=7)) == 7
+    assert processor_frame_budget(processor) == VideoBudget(fps=5.0, most=4096)
+    assert len(read_sampled_video(processor, path)) == 30
+    assert len(read_sampled_video(processor, path, max_frames=7)) == 7
     assert (
-        len(read_sampled(processor, path, fps=1)) == 6 and len(read_sampled(processor, path, frames=9)) == 9
+        len(read_sampled_video(processor, path, fps=1)) == 6
+        and len(read_sampled_video(processor, path, frames=9)) == 9
     )
     settings = {"fps": None, "num_frames": 8}
     other = write_model(tmp_path / "other", "llava_onevision", **{"video_preprocessor_config.json": settings})
     for one in (mmaccel.load_processor(other), Processor.from_pretrained(other)):
-        assert len(read_sampled(one, path)) == 8
+        assert len(read_sampled_video(one, path)) == 8
     # No frame twice of a source that is slower.
     slow = plain_film(tmp_path / "slow.mp4", 9, 1, 96, 128)
-    assert len(read_sampled(processor, slow)) == 9
+    assert len(read_sampled_video(processor, slow)) == 9
 
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
@@ -131,7 +132,7 @@ def test_auto_takes_all_that_there_is_room_for(name: str, tmp_path: Path, monkey
     if name == "random-ov":
         most = int(family.positions(model, inputs).max())
         monkeypatch.setattr(taking, "RESERVE", 40)
-        monkeypatch.setattr(family.text(model).config, "max_position_embeddings", 40 + most // 2)
+        monkeypatch.setattr(family.text_model(model).config, "max_position_embeddings", 40 + most // 2)
         count, told = max_frames_that_fit(processor, model, path)
         assert 20 <= count <= 30 and f"the model has {40 + most // 2} positions" in told
         with pytest.warns(MmaccelWarning, match=re.escape(told)):
@@ -151,7 +152,7 @@ def test_auto_takes_all_that_the_positions_of_qwen_hold(tmp_path: Path, monkeypa
     model, processor = pair("random-qwen")
     path, family = write_film(tmp_path / "film.mp4", 600), adapter_for(model)
     monkeypatch.setattr(taking, "RESERVE", 40)
-    config = family.text(model).config
+    config = family.text_model(model).config
 
     @functools.cache
     def last(count: int) -> int:
@@ -246,7 +247,7 @@ def test_ours_gives_what_stock_gives(folder: Path, special: bool) -> None:
     made = ours.chat(two, **low)
     same(theirs.chat(two, **low), made)
     assert made["pixel_values_videos"].dtype == torch.bfloat16
-    same(theirs.pixels(video, dtype=torch.bfloat16), ours.pixels(video, dtype=torch.bfloat16))
+    same(theirs.prepare_pixels(video, dtype=torch.bfloat16), ours.prepare_pixels(video, dtype=torch.bfloat16))
     content = [{"type": "video"}, {"type": "text", "text": "what"}]
     assert theirs.template_ids(content) == ours.template_ids(content)
 

@@ -173,7 +173,7 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
 
                 def tight():
                     state = opened()
-                    buffers, left = state.buffers, [4]
+                    buffers, left = state.layer_buffers, [4]
 
                     def grown(room):
                         left[0] -= 1
@@ -181,7 +181,7 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
                             raise torch.OutOfMemoryError("no room")
                         return buffers(room)
 
-                    state.buffers = grown
+                    state.layer_buffers = grown
                     return state
 
                 fast.open_kv_state = tight

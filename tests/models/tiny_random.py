@@ -18,7 +18,7 @@ KINDS = {"qwen": "qwen2_5_vl", "llava": "llava_onevision"}
 
 def sampler(kind: str) -> tiny.TinyModels:
     kind = KINDS.get(kind, kind)
-    return family_of(kind).sampler(kind)
+    return family_of(kind).tiny_model_factory(kind)
 
 
 def model(kind: str, layers: int = 2, hidden: int = 64, seed: int = 0):

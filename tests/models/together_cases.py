@@ -28,13 +28,13 @@ def test_the_table_alone_says_where_memories_lie(name: str, monkeypatch: pytest.
     with ExitStack() as stack:
         ours, theirs = opened(stack, model, ["text", "video", "image"], name)
         # The plain rows are the model's own, for it has no kernels here.
-        monkeypatch.setattr(operator, "triton_unusable", lambda device: None)
+        monkeypatch.setattr(operator, "why_triton_unusable", lambda device: None)
         together = BatchedDecodeSteps.of(ours[0][0])
         for some, sizes in (((0, 1, 2), (1, 1, 1)), ((2, 0), (3, 1)), ((1,), (5,)), ((1, 2, 0), (1, 1, 1))):
             ids = [torch.arange(3 + n, 3 + n + size)[None] for n, size in zip(some, sizes, strict=True)]
             found = together([ours[n][0] for n in some], ids)
             assert all(not caches.pairs for part in together._parts for caches, _ in part.buffers)
             with monkeypatch.context() as plainly:
-                plainly.setattr(operator, "triton_unusable", lambda device: "not here")
+                plainly.setattr(operator, "why_triton_unusable", lambda device: "not here")
                 for n, own, logits in zip(some, ids, found, strict=True):
                     torch.testing.assert_close(logits, theirs[n][0].step(own), atol=2e-4, rtol=1e-4)

@@ -155,7 +155,7 @@ class Half(TokenPruner):
     stage: ClassVar = "layer"
     at: ClassVar[Stage] = Stage(1)
 
-    def stages(self, depth: int) -> tuple[Stage, ...]:
+    def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         return (self.at,)
 
     def keep(
@@ -291,8 +291,11 @@ MEMORIES = {
         "length is 1 and held 0 when it is opened",
     ),
     "beams": (
-        wrong(_Patched, wrong={"reorder": lambda state, rows: type(state).reorder(state, rows.flip(0))}),
-        "reorder([1, 1, 0]) gives other rows",
+        wrong(
+            _Patched,
+            wrong={"select_sequences": lambda state, rows: type(state).select_sequences(state, rows.flip(0))},
+        ),
+        "select_sequences([1, 1, 0]) gives other rows",
     ),
     "cuts": (
         wrong(
@@ -335,7 +338,7 @@ class _Raises(DraftState):
     def propose(self) -> Proposal:
         raise KeyError("nothing")
 
-    def observe(self, committed: Any, kept: int) -> None:
+    def observe_committed(self, committed: Any, kept: int) -> None:
         pass
 
 

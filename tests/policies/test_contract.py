@@ -95,9 +95,9 @@ def test_a_memory_outlives_inference_mode_and_keeps_no_gradients(name: str) -> N
         add(600)
     add(1)
     with torch.inference_mode():
-        state.reorder(torch.tensor([0]))
+        state.select_sequences(torch.tensor([0]))
     add(2)
-    state.reorder(torch.tensor([0]))
+    state.select_sequences(torch.tensor([0]))
     add(3)
     state.accept(torch.tensor([0, 2]))
     with torch.inference_mode():

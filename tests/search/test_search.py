@@ -15,7 +15,7 @@ from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import registry
 from mmaccel.core.rows import read_rows
-from mmaccel.search import Settings, recompute_table, search, table_agreement
+from mmaccel.search import SearchSettings, recompute_table, search, table_agreement
 from mmaccel.search.measure import (
     CapturedLayer,
     LayerBenchmark,
@@ -23,7 +23,7 @@ from mmaccel.search.measure import (
     max_frame_tokens,
     measure_candidates,
     relative_error,
-    visit_layers,
+    visit_attention_inputs,
 )
 from mmaccel.search.picture import (
     COLOURS,
@@ -34,15 +34,15 @@ from mmaccel.search.picture import (
     drawing_token_orders,
     pair_masks_by_span,
     part_number_matrix,
-    pooled_attention,
+    pool_head_attention,
 )
 from mmaccel.search.run import differing_options, head_pattern_names
-from mmaccel.search.space import KINDS, BudgetScale, ModalityPairSlot, level_all_budgets, recipe_for_slot
+from mmaccel.search.space import KINDS, BudgetScale, ModalityPairSlot, find_all_budget_steps, recipe_for_slot
 from tests.models.tiny_random import BUILD, prompt
 from tests.spies import Largest
 
 PIECES = [("text", 12), ("video", 12), ("text", 30), ("video", 12), ("text", 9)]
-PAIRS = Settings(cost="pairs", block=16)
+PAIRS = SearchSettings(cost="pairs", block=16)
 
 
 @pytest.fixture(scope="module", params=["qwen", pytest.param("llava", marks=pytest.mark.slow)])
@@ -140,11 +140,11 @@ def test_a_stopped_search_goes_on(found: Any, stopped: bytes, tmp_path: Path) ->
     parts.write_bytes(stopped)
     assert [row["layer"] for row in read_rows([parts]) if "layer" in row] == [0]
     with pytest.raises(RecipeError, match=r"holds a search with another tolerance \(0.05\); give what"):
-        search(model, inputs, path, Settings(cost="pairs", block=16, tolerance=0.1))
+        search(model, inputs, path, SearchSettings(cost="pairs", block=16, tolerance=0.1))
     with pytest.raises(
         RecipeError, match=r"another sample \(.*\), --cost \(pairs\) and --extended \(False\);"
     ):
-        search(model, prompt(kind, PIECES[:-1]), path, Settings(block=16, extended=True))
+        search(model, prompt(kind, PIECES[:-1]), path, SearchSettings(block=16, extended=True))
     marks: list[int] = []
 
     def watching(what: str, done: int, total: int | None) -> None:
@@ -197,7 +197,7 @@ def test_what_a_search_differs_in_is_told_as_it_is_given() -> None:
 
 def test_costs_are_measured_when_asked(tmp_path: Path) -> None:
     model = BUILD["qwen"](layers=1)
-    settings = Settings(block=16, repeats=1, boundaries=("no_boundary", "q_boundary"))
+    settings = SearchSettings(block=16, repeats=1, boundaries=("no_boundary", "q_boundary"))
     table = search(model, prompt("qwen", PIECES), tmp_path / "t.json", settings)
     assert table["cost"] == "seconds" and all(
         row["seconds"] > 0 and row["target_seconds"] > 0 for row in table["measured"]
@@ -207,7 +207,7 @@ def test_costs_are_measured_when_asked(tmp_path: Path) -> None:
 
 def test_a_table_of_rows_of_ours_is_made_again(tmp_path: Path) -> None:
     model = BUILD["qwen"](layers=1)
-    settings = Settings(cost="pairs", block=16, boundaries=("no_boundary",), extended=True)
+    settings = SearchSettings(cost="pairs", block=16, boundaries=("no_boundary",), extended=True)
     table = search(model, prompt("qwen", PIECES), tmp_path / "t.json", settings)
     names = [name for one in table["space"]["no_boundary"] for name in one["rows"]]
     assert table["extended"] and sum(name.startswith("ours:") for name in names) > 9
@@ -255,10 +255,10 @@ def test_planted_heads_are_found() -> None:
     target = BudgetScale(512, 16, 16).target()
 
     def cost(pattern: Any) -> float:
-        row = bench.cost(pattern, target, 0)
+        row = bench.measure_cost(pattern, target, 0)
         return row["pairs"] / row["target_pairs"]
 
-    space = level_all_budgets(BudgetScale(512, 16, 16), ["no_boundary"], [VIDEO], cost, 0.05)
+    space = find_all_budget_steps(BudgetScale(512, 16, 16), ["no_boundary"], [VIDEO], cost, 0.05)
     heads = measure_candidates(bench, space, [VIDEO], 16, 0.05)
     names = []
     for head in heads:
@@ -299,7 +299,7 @@ def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
         exact, near = attended(causal & keys[None, :]), attended(mine)
         expected = ((near - exact)[0, :, rows].norm(dim=(1, 2)) / exact[0, :, rows].norm(dim=(1, 2))).double()
         kind = {"text": "q_boundary", "video": "k_boundary", "text>video": "boundary_2d"}[slot.name]
-        got, share = bench.errors(recipe_for_slot(kind, slot, pattern, 16), slot)
+        got, share = bench.head_errors(recipe_for_slot(kind, slot, pattern, 16), slot)
         assert (share >= mine[rows].sum() / causal.sum() - 1e-9).all() and share.max() < 1
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert relative_error(value[0], value[0], None).max() == 0
@@ -323,10 +323,10 @@ def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatc
             dict(name="grid"),
             dict(name="vertical_slash", vertical=64, slash=64),
         ):
-            bench.errors(dict(block=64, **pattern), ModalityPairSlot("all", None, None))
-        bench.dense(VIDEO)
+            bench.head_errors(dict(block=64, **pattern), ModalityPairSlot("all", None, None))
+        bench.dense_attention(VIDEO)
         for order in drawing_token_orders(inside.layout).values():
-            pooled_attention(inside, 0, order, 64)
+            pool_head_attention(inside, 0, order, 64)
     assert seen.entries < length * length / 2
 
 
@@ -338,24 +338,24 @@ def test_pictures_sum_what_there_is() -> None:
     }
     for order in drawing_token_orders(inside.layout).values():
         assert sorted(order.tolist()) == list(range(256))
-        cells = pooled_attention(inside, 0, order, 32)
+        cells = pool_head_attention(inside, 0, order, 32)
         assert cells.shape == (32, 32) and float(cells.sum() * 64) == pytest.approx(256, rel=1e-4)
     rows = torch.arange(256)
     weight = attention_weights(inside, 0, rows, inside.key[0, 0])
-    whole = pooled_attention(inside, 0, rows, 256)
+    whole = pool_head_attention(inside, 0, rows, 256)
     torch.testing.assert_close(whole, weight)
     # In the order of cells a head that looks along its own cell is a chain of blocks.
-    blocks = pooled_attention(inside, 0, drawing_token_orders(inside.layout)["by place in the frame"], 16)
+    blocks = pool_head_attention(inside, 0, drawing_token_orders(inside.layout)["by place in the frame"], 16)
     assert (blocks.diagonal() * 256 > 0.9 * 16).all()
 
 
 def test_watching_stops_where_nothing_more_is_wanted() -> None:
     model = BUILD["qwen"](layers=3)
     seen: list[int] = []
-    visit_layers(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), {0, 1})
+    visit_attention_inputs(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), {0, 1})
     assert seen == [0, 1] and mmaccel.attached(model) is None
-    visit_layers(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), set())
-    visit_layers(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer))
+    visit_attention_inputs(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), set())
+    visit_attention_inputs(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer))
     assert seen == [0, 1, 0, 1, 2] and set(KINDS) >= {"no_boundary"}
 
 

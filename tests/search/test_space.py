@@ -15,8 +15,8 @@ from mmaccel.search.space import (
     BudgetScale,
     budget_rows,
     build_pattern,
-    level_all_budgets,
-    level_budget,
+    find_all_budget_steps,
+    find_budget_step,
     merge_equal_candidates,
     pattern_json_key,
     recipe_for_all_slots,
@@ -85,7 +85,7 @@ def test_rows_of_ours_are_there_where_that_is_wanted() -> None:
 
 def test_our_row_is_brought_to_several_shares_of_the_target() -> None:
     ours = budget_rows(BudgetScale(LONG, 196, 64, extended=True))[36:]
-    found = [level_budget(row, affine, 0.02)[1] for row in ours]
+    found = [find_budget_step(row, affine, 0.02)[1] for row in ours]
     assert [one.state for one in found] == ["level"] * len(SHARES)
     for one, share in zip(found, SHARES, strict=True):
         assert one.cost == pytest.approx(affine(one.pattern)) == pytest.approx(share, rel=0.02)
@@ -93,7 +93,7 @@ def test_our_row_is_brought_to_several_shares_of_the_target() -> None:
 
 def test_a_head_that_costs_more_than_the_mean_takes_less_of_our_row() -> None:
     scale = BudgetScale(LONG, 196, 64, extended=True)
-    space = level_all_budgets(scale, ["no_boundary"], VIDEO_AND_TEXT, affine, 0.02, share=lambda p: 1.0)
+    space = find_all_budget_steps(scale, ["no_boundary"], VIDEO_AND_TEXT, affine, 0.02, share=lambda p: 1.0)
     candidates = space["no_boundary"]
     mine = [n for n, one in enumerate(candidates) if one.rows[0].startswith("ours: first block")]
     scores = [0.5] * len(candidates)
@@ -124,7 +124,7 @@ def test_budgets_are_changed_until_costs_are_level() -> None:
         tried.append(pattern_json_key(pattern))
         return affine(pattern)
 
-    candidates = [level_budget(row, cost, 0.05)[1] for row in budget_rows(FULL)]
+    candidates = [find_budget_step(row, cost, 0.05)[1] for row in budget_rows(FULL)]
     states = {c.rows[0]: c.state for c in candidates}
     # Three kinds of line cost more than the target without any window; fewer cost less, and a window brings them to it.
     for name, state in states.items():
@@ -146,14 +146,16 @@ def test_budgets_are_changed_until_costs_are_level() -> None:
 
 
 def test_costs_that_never_fall_low_enough_end_as_dear() -> None:
-    flat = [level_budget(row, lambda p: 1.5, 0.05)[1] for row in budget_rows(FULL)]
+    flat = [find_budget_step(row, lambda p: 1.5, 0.05)[1] for row in budget_rows(FULL)]
     assert {c.state for c in flat} == {"dear"}
-    cheap = [level_budget(row, lambda p: 0.5, 0.05)[1] for row in budget_rows(FULL)]
+    cheap = [find_budget_step(row, lambda p: 0.5, 0.05)[1] for row in budget_rows(FULL)]
     assert {c.state for c in cheap} == {"under"}
 
 
 def test_rows_that_come_to_one_pattern_are_one_candidate() -> None:
-    candidates = merge_equal_candidates([level_budget(row, affine, 0.001)[1] for row in budget_rows(FULL)])
+    candidates = merge_equal_candidates(
+        [find_budget_step(row, affine, 0.001)[1] for row in budget_rows(FULL)]
+    )
     names = [row for c in candidates for row in c.rows]
     assert sorted(names) == sorted(row.label for row in budget_rows(FULL))
     assert len({pattern_json_key(c.pattern) for c in candidates}) == len(candidates) < 36
@@ -163,9 +165,9 @@ def test_a_type_that_is_always_dearer_is_left_out() -> None:
     def cost(pattern: Mapping[str, Any]) -> float:
         return 3.0 if pattern["name"] == "boundary_2d" else 1.0
 
-    space = level_all_budgets(FULL, KINDS, VIDEO_AND_TEXT, cost, 0.05)
+    space = find_all_budget_steps(FULL, KINDS, VIDEO_AND_TEXT, cost, 0.05)
     assert list(space) == ["no_boundary", "k_boundary", "q_boundary"]
-    nothing = level_all_budgets(FULL, KINDS, VIDEO_AND_TEXT, lambda p: 3.0, 0.05)
+    nothing = find_all_budget_steps(FULL, KINDS, VIDEO_AND_TEXT, lambda p: 3.0, 0.05)
     assert [dict(c.pattern) for c in nothing["no_boundary"]] == [FULL.target()] and len(nothing) == 1
 
 
@@ -184,9 +186,9 @@ def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
             assert lone == whole == build_pattern(inner)
         elif kind == "boundary_2d":
             q, k = (modality[name] for name in slot.name.split(">"))
-            assert whole.groups[q][k] == lone.groups[q][k] == build_pattern(inner)
-            assert lone.groups[IMAGE][IMAGE] is None
-            assert whole.groups[IMAGE][IMAGE] == whole.groups[VIDEO][VIDEO]
+            assert whole.modality_groups[q][k] == lone.modality_groups[q][k] == build_pattern(inner)
+            assert lone.modality_groups[IMAGE][IMAGE] is None
+            assert whole.modality_groups[IMAGE][IMAGE] == whole.modality_groups[VIDEO][VIDEO]
         else:
             assert getattr(whole, slot.name) == getattr(lone, slot.name) == build_pattern(inner)
             assert lone.image is None and whole.image == whole.video
@@ -198,7 +200,7 @@ def head_of(scores: Mapping[str, Any], shares: Mapping[str, Any], **more: Any) -
 
 
 def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
-    space = level_all_budgets(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
+    space = find_all_budget_steps(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
     count = len(space["no_boundary"])
     scores = [0.5] * count
     one, half = [1.0] * count, [0.5] * count
@@ -222,7 +224,7 @@ def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
 
 def test_slots_give_way_where_a_head_would_cost_too_much() -> None:
     """Candidates that are level in all slots together are not when each slot takes the one that is dear there."""
-    space = level_all_budgets(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
+    space = find_all_budget_steps(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
     count = len(space["q_boundary"])
     scores = {"text": [0.1, 0.2, *[0.9] * (count - 2)], "video": [0.4, 0.3, 0.31, *[0.9] * (count - 3)]}
     # The first lists most for texts, the second for videos, the third less there than the second.
@@ -243,7 +245,7 @@ def test_slots_give_way_where_a_head_would_cost_too_much() -> None:
 
 
 def test_wrong_settings_are_told() -> None:
-    from mmaccel.search import Settings
+    from mmaccel.search import SearchSettings
 
     for fields, words in (
         (dict(boundaries=("q_bound",)), "did you mean 'q_boundary'"),
@@ -254,4 +256,4 @@ def test_wrong_settings_are_told() -> None:
         (dict(cost="time"), "'seconds' or 'pairs'"),
     ):
         with pytest.raises(RecipeError, match=words):
-            Settings(**fields)  # type: ignore[arg-type]
+            SearchSettings(**fields)  # type: ignore[arg-type]

@@ -72,14 +72,14 @@ def test_the_newest_picture_is_there_once_it_is_numbered(monkeypatch: pytest.Mon
     pictures, seen = Thumbnails(4), list[bytes | None]()
 
     def writing(frame: Any, side: int) -> bytes:
-        seen.append(pictures.nearest(100))  # as another thread does meanwhile
+        seen.append(pictures.nearest_thumbnail(100))  # as another thread does meanwhile
         return bytes([int(frame[0, 0, 0])])
 
     monkeypatch.setattr("mmaccel.serve.kept.write_jpeg", writing)
     frames = torch.arange(9, dtype=torch.uint8).view(9, 1, 1, 1).expand(9, 3, 1, 1)
     pictures.add(0, frames)
     assert seen == [None, *(bytes([n]) for n in (0, 1, 2, 3, 4, 5, 6, 7))]
-    assert pictures.nearest(3) == b"\0" and len(pictures._files) <= 4
+    assert pictures.nearest_thumbnail(3) == b"\0" and len(pictures._files) <= 4
 
 
 def site(film: bytes, request: Any) -> None:
@@ -152,11 +152,11 @@ def measured(**limits: Any) -> Admission:
     """Frames of 0.1 s and 1000 bytes: calls of half a unit run nothing."""
     made = Admission(RECIPES, replace(Limits(), **limits))
     for name in RECIPES:
-        one = made.admit(name, 1.0, 900.0)
+        one = made.admit_stream(name, 1.0, 900.0)
         made.record_call(one, 2.0, (0, 0), (10, 10_000))
         made.record_call(one, 0.0, (10, 10_000), (20, 20_000))
         made.record_call(one, 50.0, (20, 20_000), (30, 30_000), live=False)
-        made.end(one)
+        made.release_promise(one)
     return made
 
 
@@ -165,38 +165,38 @@ def refused(
 ) -> str:
     """The code with which a stream is refused, since others need what it would take."""
     with pytest.raises(Refused, match=told) as caught:
-        admission.admit(name, fps, seconds)
+        admission.admit_stream(name, fps, seconds)
     assert caught.value.status == 503
     return caught.value.code
 
 
 def test_time_is_promised_until_it_is_all_taken() -> None:
     admission = measured(busy=0.86)
-    given = [admission.admit("all", 2.0, 900.0) for _ in range(4)]
+    given = [admission.admit_stream("all", 2.0, 900.0) for _ in range(4)]
     told = r"fps: 1 frames a second of this stream take 0\.100 s of each second"
     assert refused(admission, told) == "no_time"
-    admission.admit("all", 0.5, 900.0)
-    admission.end(given[0])
-    admission.end(given[0])
-    admission.admit("all", 2.0, 900.0)
+    admission.admit_stream("all", 0.5, 900.0)
+    admission.release_promise(given[0])
+    admission.release_promise(given[0])
+    admission.admit_stream("all", 2.0, 900.0)
     assert refused(admission, told) == "no_time"
-    admission.admit("all", None, 900.0)  # goes on here
+    admission.admit_stream("all", None, 900.0)  # goes on here
 
 
 def test_bytes_are_predicted_to_what_the_recipe_keeps() -> None:
     admission = measured(memory_bytes=1_500_000)
-    one = admission.admit("all", 1.0, 900.0)
+    one = admission.admit_stream("all", 1.0, 900.0)
     assert admission.predicted_bytes(one) == 900_000
     assert refused(admission, "seconds: this stream will hold 900000 bytes after 900 s") == "no_room"
-    assert admission.predicted_bytes(admission.admit("short", 1.0, 900.0)) == 60_000
-    assert admission.predicted_bytes(admission.admit("all", 1.0, 10.0)) == 10_000
+    assert admission.predicted_bytes(admission.admit_stream("short", 1.0, 900.0)) == 60_000
+    assert admission.predicted_bytes(admission.admit_stream("all", 1.0, 10.0)) == 10_000
     admission.record_call(one, 1.0, (20, 20_000), (21, 2_000_000))
     assert refused(admission, "seconds: ", "short", 1.0, 1.0) == "no_room"
 
 
 def test_a_memory_that_grows_no_more_takes_no_more() -> None:
     admission = Admission(RECIPES, Limits())
-    one = admission.admit("all", 1.0, 900.0)
+    one = admission.admit_stream("all", 1.0, 900.0)
     admission.record_call(one, 1.0, (50, 7_000), (60, 7_000))
     assert admission.predicted_bytes(one) == 7_000
 
@@ -204,19 +204,19 @@ def test_a_memory_that_grows_no_more_takes_no_more() -> None:
 def test_a_slab_is_not_what_a_frame_takes() -> None:
     """Bytes come a slab at a time: nothing is told before they grow, and then by all frames since the first look."""
     admission, slab = Admission(RECIPES, Limits()), 256 << 20
-    one = admission.admit("all", 1.0, 900.0)
+    one = admission.admit_stream("all", 1.0, 900.0)
     admission.record_call(one, 1.0, (0, 0), (1, slab))
     assert admission.predicted_bytes(one) == slab
     admission.record_call(one, 1.0, (1, slab), (25, 2 * slab))
     assert admission.predicted_bytes(one) == pytest.approx(2 * slab + slab / 24 * 875)
     admission.record_call(one, 1.0, (25, 2 * slab), (26, 2 * slab))
-    assert admission.predicted_bytes(admission.admit("all", 1.0, 25.0)) < 2 * slab
+    assert admission.predicted_bytes(admission.admit_stream("all", 1.0, 25.0)) < 2 * slab
 
 
 def test_frames_that_come_faster_than_was_said_count(monkeypatch: pytest.MonkeyPatch) -> None:
     admission, now = measured(busy=0.8), 0.0
     monkeypatch.setattr("mmaccel.serve.admission.monotonic", lambda: now)
-    one = admission.admit("all", 1.0, 900.0)
+    one = admission.admit_stream("all", 1.0, 900.0)
     for now in (0.0, 10.0, 20.0):
         admission.record_call(one, 5.0, (int(5 * now), 0), (int(5 * now) + 50, 0))
     assert one.rate == 5.0 and admission.predicted_load(one) > 0.4
@@ -245,24 +245,24 @@ def test_bytes_of_the_device_are_promised_until_they_are_all_taken() -> None:
     """What a question takes comes once, and is no growth by frames; a cap of the host's is none of the device's."""
     kv = {"name": "rekv", "store": {"process_bytes": 1000, "spill": "drop_oldest"}}
     admission = Admission({"capped": Recipe.load(None, kv=kv)}, Limits(), device_bytes=3_500)
-    one = admission.admit("capped", 1.0, 100.0)
+    one = admission.admit_stream("capped", 1.0, 100.0)
     admission.record_call(one, 0.0, StreamUsageCounts(0, 0), StreamUsageCounts(10, 9_000, 400))
     admission.record_call(one, 0.0, StreamUsageCounts(10, 9_000, 400), StreamUsageCounts(12, 9_900, 1_000, 1))
     admission.record_call(
         one, 0.0, StreamUsageCounts(12, 9_900, 1_000, 1), StreamUsageCounts(20, 20_000, 1_008, 1)
     )
     assert admission.predicted_bytes(one, device=True) == 1_008 + 80
-    admission.admit("capped", 1.0, 100.0)
-    admission.admit("capped", 1.0, 100.0)
+    admission.admit_stream("capped", 1.0, 100.0)
+    admission.admit_stream("capped", 1.0, 100.0)
     told = r"1088 bytes of the device and the open ones 3264, of 3500"
     assert refused(admission, told, "capped", seconds=100.0) == "no_room"
-    admission.admit("capped", None, 100.0)  # goes on here
+    admission.admit_stream("capped", None, 100.0)  # goes on here
 
 
 @pytest.mark.parametrize("device", [False, True])
 def test_frames_count_where_questions_lie_between_them(device: bool) -> None:
     admission = Admission(RECIPES, Limits(memory_bytes=1_500_000), device_bytes=500_000)
-    one, now = admission.admit("all", 1.0, 900.0), StreamUsageCounts(0, 0)
+    one, now = admission.admit_stream("all", 1.0, 900.0), StreamUsageCounts(0, 0)
     for n in range(1, 31):
         before, now = now, StreamUsageCounts(10 * n, 10_000 * n, 5_000 * n, n - 1)
         admission.record_call(one, 0.01, before, now)
@@ -282,10 +282,10 @@ def test_bytes_of_the_device_are_of_all_devices_without_videos(monkeypatch: pyte
     assert free == DEVICE_SHARE * 3_000
     videos = 0
     admission = Admission(RECIPES, Limits(), free, lambda: videos)
-    one = admission.admit("all", 1.0, 10.0)
+    one = admission.admit_stream("all", 1.0, 10.0)
     admission.record_call(one, 0.0, StreamUsageCounts(0, 0), StreamUsageCounts(10, 1_000, 1_000))
-    admission.admit("all", 1.0, 10.0)
-    admission.end(one)
+    admission.admit_stream("all", 1.0, 10.0)
+    admission.release_promise(one)
     videos = 1_000
     told = "of 1700 for all; ask for fewer seconds, or come later"
     assert refused(admission, told, seconds=10.0) == "no_room"

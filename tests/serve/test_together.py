@@ -141,7 +141,7 @@ def test_one_that_finds_no_memory_in_a_step_leaves_the_others(plain: list[Any], 
                 state.first = key.shape[2]
 
         heard(monkeypatch, FullState, "_put", noted)
-        broken(monkeypatch, FullState, "buffers", full, mine)
+        broken(monkeypatch, FullState, "layer_buffers", full, mine)
         monkeypatch.setattr("mmaccel.core.memory.buffers.ROOM_MIN", 2)
         heard(monkeypatch, BatchedDecodeSteps, "_laid", lambda self, runner, _: setattr(runner, "laid", None))
         found = asyncio.run(answers(served, BODIES))

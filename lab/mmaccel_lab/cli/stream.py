@@ -11,7 +11,7 @@ import typer
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Model
 from mmaccel.cli.console import out, print_json, progress_bars
-from mmaccel.core.errors import RecipeError, WorldError, shown
+from mmaccel.core.errors import RecipeError, WorldError, quoted
 from mmaccel.core.files import outside
 from mmaccel.core.recipe import read_recipe_fields
 from mmaccel_lab.cli.arguments import Seed, kinds_of, lengths_of, tell_stop
@@ -137,7 +137,7 @@ def memory_of(text: str) -> str | dict[str, Any]:
         return {"name": name, "label": text, **dict(_field(one) for one in fields)} if fields else text
     kv = read_recipe_fields(text).get("kv", "full")
     if not isinstance(kv, str | dict):
-        raise RecipeError(f"--memory: kv of {text} is {shown(kv)}; give a name, or a mapping with a name.")
+        raise RecipeError(f"--memory: kv of {text} is {quoted(kv)}; give a name, or a mapping with a name.")
     return {**({"name": kv} if isinstance(kv, str) else kv), "label": Path(text).stem}
 
 
@@ -145,8 +145,8 @@ def _field(text: str) -> tuple[str, Any]:
     """``name=value``, the value as YAML reads it."""
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise RecipeError(f"--memory: {shown(text)} is not a field; give name=value.")
-    return name, outside.read_yaml(value, f"--memory: {shown(text)}")
+        raise RecipeError(f"--memory: {quoted(text)} is not a field; give name=value.")
+    return name, outside.read_yaml(value, f"--memory: {quoted(text)}")
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

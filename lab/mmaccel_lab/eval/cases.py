@@ -58,7 +58,7 @@ class Case:
             if piece[0] == "text":
                 turn.append({"type": "text", "text": piece[1]})
             else:
-                turn.append({"type": "video", "video": video.cut(piece[1], piece[2])})
+                turn.append({"type": "video", "video": video.slice_frames(piece[1], piece[2])})
         return [*turn, {"type": "text", "text": self.question}]
 
     def right(self, said: str) -> bool:
@@ -158,6 +158,6 @@ def tokens_per_frame(processor: Any) -> int:
         video = film.watch(world)
     lengths = []
     for count in (1, 3):
-        piece = {"type": "video", "video": video.cut(0, count)}
+        piece = {"type": "video", "video": video.slice_frames(0, count)}
         lengths.append(processor.chat([piece])["input_ids"].shape[1])
     return int((lengths[1] - lengths[0]) // 2)

@@ -30,15 +30,17 @@ class Footage:
 
     def __init__(self, model: nn.Module, processor: Any, world: World, still: float) -> None:
         self._stream_adapter = adapter_for(model).stream_adapter(model, processor)
-        device, pace = self._stream_adapter.device, self._stream_adapter.pace
+        device, frames_per_unit = self._stream_adapter.device, self._stream_adapter.frames_per_unit
         self.frames = torch.empty(world.frames, 3, *SIDES, dtype=torch.uint8, device=device)
         rows, known = world.table(still), list[Tensor]()
         for begin in range(0, world.frames, PIECE):
             piece = self.frames[begin : begin + PIECE]
             some = {name: column[begin : begin + PIECE].to(device) for name, column in rows.items()}
             piece.copy_(render(some, *SIDES))
-            if len(piece) >= pace:
-                units, self._marks = self._stream_adapter.features(piece[: len(piece) // pace * pace], SIDES)
+            if len(piece) >= frames_per_unit:
+                units, self._marks = self._stream_adapter.features(
+                    piece[: len(piece) // frames_per_unit * frames_per_unit], SIDES
+                )
                 known.append(units)
         self._known = torch.cat(known) if known else torch.empty(0)
 
@@ -47,9 +49,9 @@ class Footage:
         own = frames.untyped_storage().data_ptr() == self.frames.untyped_storage().data_ptr()
         if not (own and len(self._known) and frames.is_contiguous()):
             return self._stream_adapter.features(frames, size)
-        pace = self._stream_adapter.pace
-        first = frames.storage_offset() // frames[0].numel() // pace
-        return self._known[first : first + len(frames) // pace], self._marks
+        frames_per_unit = self._stream_adapter.frames_per_unit
+        first = frames.storage_offset() // frames[0].numel() // frames_per_unit
+        return self._known[first : first + len(frames) // frames_per_unit], self._marks
 
 
 class Viewing(VideoSession):
@@ -112,6 +114,6 @@ class Viewing(VideoSession):
         return sum(one.counters().get("host_bytes", 0.0) for one in live if one is not None)
 
     @property
-    def pace(self) -> int:
+    def frames_per_unit(self) -> int:
         """Frames of a unit."""
-        return self._stream_adapter.pace
+        return self._stream_adapter.frames_per_unit

@@ -81,5 +81,5 @@ def listed(recipe: Recipe, layout: TokenLayout) -> float | None:
     if plan is None:
         return 1.0
     first = max(0, n - recipe.dense_tail)
-    pairs = plan.first(first).count_listed_pairs() + sum(range(first + 1, n + 1))
+    pairs = plan.limit_to_first_rows(first).count_listed_pairs() + sum(range(first + 1, n + 1))
     return float(pairs.mean()) / (n * (n + 1) / 2)

@@ -29,8 +29,8 @@ class Clustering:
     cards: float
 
 
-def shown(world: World, pace: int) -> Tensor:
-    """[units] what each unit of `pace` frames shows: a number for each scene, then one for each card."""
+def shown(world: World, frames_per_unit: int) -> Tensor:
+    """[units] what each unit of `frames_per_unit` frames shows: a number for each scene, then one for each card."""
     scenes = list(dict.fromkeys(segment.scene for segment in world.segments))
     label = torch.cat(
         [
@@ -40,13 +40,13 @@ def shown(world: World, pace: int) -> Tensor:
     )
     for number, card in enumerate(world.cards):
         label[card.frame] = len(scenes) + number
-    units = world.frames // pace
-    return label[: units * pace].view(units, pace).amax(1)
+    units = world.frames // frames_per_unit
+    return label[: units * frames_per_unit].view(units, frames_per_unit).amax(1)
 
 
-def clusterings(world: World, clusters: Mapping[str, Tensor], pace: int) -> dict[str, Clustering]:
-    """Each level of `clusters` ([L or 1, N] by level) against the truth, means over the layers; units have `pace` frames."""
-    label = shown(world, pace)
+def clusterings(world: World, clusters: Mapping[str, Tensor], frames_per_unit: int) -> dict[str, Clustering]:
+    """Each level of `clusters` ([L or 1, N] by level) against the truth, means over the layers."""
+    label = shown(world, frames_per_unit)
     first_card = len({segment.scene for segment in world.segments})
     shuffled = torch.randperm(len(label), generator=torch.Generator().manual_seed(world.seed))
     found = {}

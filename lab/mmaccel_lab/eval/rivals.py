@@ -198,10 +198,11 @@ def left(pruner: TokenPruner, layout: TokenLayout, depth: int) -> float | None:
     total = int(candidate_columns(layout).numel())
     if isinstance(pruner, VisionZip):
         kept = sum(sum(pruner.counts(*same.shape)) for same in columns_by_frame_size(layout))
-        counts = {stage.layer: kept for stage in pruner.stages(depth)}
+        counts = {stage.layer: kept for stage in pruner.pruning_stages(depth)}
     elif isinstance(pruner, ScorePruner):
         counts = {
-            stage.layer: min(share_token_count(stage.share, total), total) for stage in pruner.stages(depth)
+            stage.layer: min(share_token_count(stage.share, total), total)
+            for stage in pruner.pruning_stages(depth)
         }
     else:
         return None

@@ -184,7 +184,7 @@ def shots(
         for entries in watches:
             with Viewing(model, processor, entries[0].recipe) as session:
                 seconds = session.show(footage, fps, progress, call, entries[0].ingest)
-                found = clusterings(world, session.clusters(), session.pace)
+                found = clusterings(world, session.clusters(), session.frames_per_unit)
                 for entry in entries:
                     session.under(entry.kv)
                     for question in asked:

@@ -11,14 +11,14 @@ from mmaccel.backends.ops.block_attend import register_block_attend
 from mmaccel.backends.ops.operator import import_on_first_call
 
 
-def unusable(device: torch.device) -> str | None:
+def why_unusable(device: torch.device) -> str | None:
     """Why this backend cannot run on `device`, or None if it can; imports no kernel of flash-attn."""
-    return operators.why_not("flash", device) or (
-        None if installed() else "it needs flash-attn 4 (pip install flash-attn-4)"
+    return operators.why_kernels_unusable("flash", device) or (
+        None if is_installed() else "it needs flash-attn 4 (pip install flash-attn-4)"
     )
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """Whether flash-attn 4 can be imported."""
     # Of version 2 the package has the same name, and no `cute`.
     try:
@@ -30,5 +30,5 @@ def installed() -> bool:
 op = register_block_attend(
     "block_attend_flash", import_on_first_call("mmaccel.backends.flash.attend", "block_attend")
 )
-op.prepare = import_on_first_call("mmaccel.backends.flash.attend", "prepare")
+op.prepare = import_on_first_call("mmaccel.backends.flash.attend", "prepare_mask_tensors")
 op.extra = False  # no bias, no keys of a span's own, no window: see `select.with_extended_support`

@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.flash.tiles import (
-    Span,
+    ConcatenatedSpan,
     TileSizes,
     compact_mask_rows,
+    concatenate_broadcast,
+    join_tiles,
     key_bounds,
+    key_run_mask_tensors,
     pad_to_tiles,
+    position_run_mask_tensors,
     repeat_block_kinds,
-    side_by_side,
-    tiled,
-    visible_key_runs,
-    visible_position_runs,
     window_bounds,
 )
 from mmaccel.backends.ops.block_attend import (
@@ -36,8 +36,8 @@ from mmaccel.backends.ops.block_attend import (
     Call,
     Part,
     empty_output,
-    in_query_order,
     memoize,
+    scatter_to_query_order,
     with_unpacked_args,
 )
 from mmaccel.core.errors import RecipeError
@@ -59,7 +59,7 @@ class FlashCallLayout(NamedTuple):
     `window_bounds`; sizes: numbers of queries and keys, padding included.
     """
 
-    spans: list[Span]
+    spans: list[ConcatenatedSpan]
     tiles: TileSizes
     own: int | None
     in_place: bool
@@ -76,11 +76,11 @@ class FlashCallLayout(NamedTuple):
         in_place = part.ordered is not None and rows == n <= P
         spans, begin = [], 0
         for span in part.spans:
-            spans.append(Span(span, begin))
+            spans.append(ConcatenatedSpan(span, begin))
             begin += span.k_row.shape[-1] + -span.k_row.shape[-1] % tiles.keys
         known = [span.ordered for span in part.spans if span.ordered is not None]
         # Of lists that are no runs a tile does not tell which span has listed it.
-        apart = len(spans) > 1 and not (plain and all(span.keys is not None for span in spans))
+        apart = len(spans) > 1 and not (plain and all(span.key_count is not None for span in spans))
         own = None
         if not apart and len(known) == len(spans):
             spans, own = [span._replace(begin=0) for span in spans], max(known)
@@ -94,35 +94,37 @@ class FlashCallLayout(NamedTuple):
     @property
     def compares_key_indices(self) -> bool:
         """Whether the mask compares key indices; otherwise it compares positions."""
-        return all(span.keys is not None for span in self.spans)
+        return all(span.key_count is not None for span in self.spans)
 
     @property
-    def lists(self) -> list[BlockLists]:
+    def block_lists(self) -> list[BlockLists]:
         """The `BlockLists` of all key spans."""
         return [span.of.lists for span in self.spans]
 
     def mask_tensors(self, blocks: tuple[int, int]) -> list[Tensor]:
-        """The tensors that the mask function reads: `visible_key_runs` or `visible_position_runs`; none if `bounds` describe
-        the whole mask."""
+        """The tensors that the mask function reads: `key_run_mask_tensors` or `position_run_mask_tensors`; none if
+        `bounds` describe the whole mask."""
         if self.bounds is not None:
             return []
-        return (visible_key_runs if self.compares_key_indices else visible_position_runs)(
+        return (key_run_mask_tensors if self.compares_key_indices else position_run_mask_tensors)(
             self.spans, self.tiles, blocks
         )
 
-    def tables(self, heads: slice) -> tuple[Tensor, ...]:
+    def block_sparse_tensors(self, heads: slice) -> tuple[Tensor, ...]:
         """The four block-sparse tensors of flash-attn for some heads."""
-        some = [lists.for_heads(heads) for lists in self.lists]
+        some = [lists.for_heads(heads) for lists in self.block_lists]
         return _block_tensors(some, self.tiles, *self.sizes, together=self.own is not None, seen=self.seen)
 
     @property
     def fits_plan_cache(self) -> bool:
         """Whether the block-sparse tensors of all heads are small enough to be cached with the plan."""
-        each = max(lists.row.shape[0] * lists.head_count for lists in self.lists)
+        each = max(lists.row.shape[0] * lists.head_count for lists in self.block_lists)
         return each * self.sizes[0] * self.sizes[1] <= KEPT * self.tiles.queries * self.tiles.keys
 
 
-def prepare(part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, rows: int) -> list[Tensor]:
+def prepare_mask_tensors(
+    part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, rows: int
+) -> list[Tensor]:
     """Mask tensors of a part, and its block-sparse tensors if small; cached, and shared by all layers."""
     (H, n), group = query.shape[1:3], query.shape[1] // key.shape[1]
 
@@ -130,7 +132,11 @@ def prepare(part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, 
         setup = FlashCallLayout.of(part, n, block_q, block_k, rows)
         found = setup.mask_tensors((block_q, block_k))
         if setup.fits_plan_cache:
-            found += [t for heads in head_chunks(setup.lists, H, group) for t in setup.tables(heads)]
+            found += [
+                t
+                for heads in head_chunks(setup.block_lists, H, group)
+                for t in setup.block_sparse_tensors(heads)
+            ]
         return found
 
     _check_table(part, len(query), block_q, block_k)
@@ -151,7 +157,7 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
         out, lse = empty_output(query, value, q_row.shape[-1], rows)
         return out.zero_(), lse.fill_(-torch.inf)
     if prepared is None:
-        prepared = prepare(part, query, key, block_q, block_k, rows)
+        prepared = prepare_mask_tensors(part, query, key, block_q, block_k, rows)
     if scale <= 0:
         # The kernel takes the largest score before it scales, which a positive scale alone allows.
         query, scale = query * scale, 1.0
@@ -160,32 +166,37 @@ def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     tiles, group = setup.tiles, H // key.shape[1]
     q = query.transpose(1, 2)
     if not setup.in_place:
-        q = gathered(query, pad_to_tiles(q_row, tiles.queries, -1), H)
+        q = gather_head_rows(query, pad_to_tiles(q_row, tiles.queries, -1), H)
     if setup.own is None:
-        k_rows = side_by_side([pad_to_tiles(span.k_row, tiles.keys, -1) for span in part.spans])
-        k, v = (gathered(t, k_rows, H) for t in (key, value))
+        k_rows = concatenate_broadcast([pad_to_tiles(span.k_row, tiles.keys, -1) for span in part.spans])
+        k, v = (gather_head_rows(t, k_rows, H) for t in (key, value))
         group = H // k.shape[2]
     else:
         k, v = (t[:, :, : setup.own].transpose(1, 2) for t in (key, value))
     count = 0 if setup.bounds is not None else len(part.spans) + (not setup.compares_key_indices)
     tests, tables = prepared[:count], prepared[count:]
     outs, sums = [], []
-    for i, heads in enumerate(head_chunks(setup.lists, H, H // key.shape[1])):
-        tensors = tables[4 * i : 4 * i + 4] if tables else setup.tables(heads)
-        mine = [expand(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
+    for i, heads in enumerate(head_chunks(setup.block_lists, H, H // key.shape[1])):
+        tensors = tables[4 * i : 4 * i + 4] if tables else setup.block_sparse_tensors(heads)
+        mine = [
+            expand_batch_and_heads(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start)
+            for t in tests
+        ]
         its = slice(heads.start // group, (heads.stop - 1) // group + 1)
         some = q[:, :, heads], k[:, :, its], v[:, :, its]
-        out, lse = launch(*some, tensors, tiles, mine, setup.compares_key_indices, scale, setup.bounds)
+        out, lse = call_flash_attn(
+            *some, tensors, tiles, mine, setup.compares_key_indices, scale, setup.bounds
+        )
         outs.append(out)
         sums.append(lse)
-    out, lse = side_by_side(outs, 2).transpose(1, 2), side_by_side(sums, 1)
+    out, lse = concatenate_broadcast(outs, 2).transpose(1, 2), concatenate_broadcast(sums, 1)
     if setup.in_place:
         # The rows past the last that the part has were computed with the rest.
         out[:, :, part.ordered :], lse[:, :, part.ordered :] = 0.0, -torch.inf
         return out, lse
     out, lse = out[:, :, : q_row.shape[-1]], lse[..., : q_row.shape[-1]]
     if rows:
-        return in_query_order(out, lse, q_row, rows)
+        return scatter_to_query_order(out, lse, q_row, rows)
     blind = (q_row < 0).expand(lse.shape)
     return out.masked_fill(blind[..., None], 0.0).contiguous(), lse.masked_fill(blind, -torch.inf)
 
@@ -200,7 +211,7 @@ def check_call(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: 
         why = f"serves heads of {', '.join(map(str, SIZES))}, not of {size} and {value.shape[-1]}"
     elif not plain and min(block_q, block_k) < LEAST:
         why = f"serves these lists in blocks of {LEAST} or more, not of {block_q} by {block_k}"
-    elif part.extra:
+    elif part.uses_extras:
         why = "serves no bias, no keys of a span's own and no window of a part"
     else:
         return _check_table(part, len(query), block_q, block_k)
@@ -219,7 +230,7 @@ def _check_table(part: Part, batch: int, block_q: int, block_k: int) -> None:
         )
 
 
-def gathered(x: Tensor, row: Tensor, heads: int) -> Tensor:
+def gather_head_rows(x: Tensor, row: Tensor, heads: int) -> Tensor:
     """Gather rows `row` [b, h, n] of x [B, X, S, D]: [B, n, X, D], or [B, n, heads, D] if each head has rows of its own."""
     B, X = x.shape[:2]
     count = X if row.shape[1] == 1 else heads
@@ -253,7 +264,7 @@ def _block_tensors(
     masked tiles, then of unmasked tiles, int32. Spans are concatenated, or `together` over the same keys. `seen`: see
     `window_bounds`."""
     pairs: list[Sequence[Tensor]] = [
-        tiled(repeat_block_kinds(one.table(), *tiles.cut), *tiles.joined) for one in lists
+        join_tiles(repeat_block_kinds(one.to_dense_table(), *tiles.cut), *tiles.joined) for one in lists
     ]
     rows, columns = -(-n_query // tiles.queries), -(-n_key // tiles.keys)
     if together:
@@ -261,7 +272,7 @@ def _block_tensors(
         pairs = [[pad(t, (0, columns - t.shape[-1])) for t in pair] for pair in pairs]
         listed, full = (reduce(or_, (pair[i] for pair in pairs)) for i in (0, 1))
     else:
-        listed, full = (side_by_side([pair[i] for pair in pairs])[..., :columns] for i in (0, 1))
+        listed, full = (concatenate_broadcast([pair[i] for pair in pairs])[..., :columns] for i in (0, 1))
     listed, full = listed[:, :, :rows], full[:, :, :rows]
     if seen is not None:
         first = torch.arange(rows, device=full.device)[:, None] * tiles.queries
@@ -270,13 +281,13 @@ def _block_tensors(
     return *compact_mask_rows(listed & ~full), *compact_mask_rows(full)
 
 
-def expand(t: Tensor, batch: int, heads: int) -> Tensor:
+def expand_batch_and_heads(t: Tensor, batch: int, heads: int) -> Tensor:
     """Expand t [b, h, ...] to all sequences and heads with stride 0 where shared, so that kernels see the same strides."""
     lead = tuple(0 if t.shape[i] == 1 else t.stride(i) for i in (0, 1))
     return t.as_strided((batch, heads, *t.shape[2:]), (*lead, *t.stride()[2:]), t.storage_offset())
 
 
-def launch(
+def call_flash_attn(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -288,8 +299,8 @@ def launch(
     bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
     """Call flash-attn: out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]. The mask is
-    `bounds` (`key_bounds`), or else the tensors `mask_tensors` (`visible_key_runs` if `compares_key_indices`, else
-    `visible_position_runs`)."""
+    `bounds` (`key_bounds`), or else the tensors `mask_tensors` (`key_run_mask_tensors` if `compares_key_indices`, else
+    `position_run_mask_tensors`)."""
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 

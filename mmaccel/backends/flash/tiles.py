@@ -39,7 +39,7 @@ class TileSizes:
         return cls(queries, keys, joined, (max(block_q // queries, 1), max(block_k // keys, 1)))
 
 
-class Span(NamedTuple):
+class ConcatenatedSpan(NamedTuple):
     """A `KeySpan` with the index `begin` of its first key among the concatenated keys of all spans, as flash-attn's mask
     needs it."""
 
@@ -47,7 +47,7 @@ class Span(NamedTuple):
     begin: int
 
     @property
-    def keys(self) -> int | None:
+    def key_count(self) -> int | None:
         """Number n of keys, if the span holds exactly the rows 0 .. n - 1 of the key tensor, in order; None if that is not
         known."""
         return self.of.ordered if self.of.ranks else None
@@ -59,7 +59,7 @@ def pad_to_tiles(t: Tensor, tile: int, value: int) -> Tensor:
     return pad(t, (0, short), value=value) if short else t
 
 
-def side_by_side(tensors: Sequence[Tensor], dim: int = -1) -> Tensor:
+def concatenate_broadcast(tensors: Sequence[Tensor], dim: int = -1) -> Tensor:
     """Concatenate tensors along `dim`, after broadcasting their other dimensions of size 1."""
     if len(tensors) == 1:
         return tensors[0]
@@ -102,13 +102,15 @@ def window_bounds(
     return bounds, None
 
 
-def visible_key_runs(spans: Sequence[Span], tiles: TileSizes, blocks: tuple[int, int]) -> list[Tensor]:
+def key_run_mask_tensors(
+    spans: Sequence[ConcatenatedSpan], tiles: TileSizes, blocks: tuple[int, int]
+) -> list[Tensor]:
     """Return the tensors of the mask `key_run_mask_mod`, for spans whose keys are at their own position: for each span [b,
     h, 2, P] int32, the first key that each query sees, and how many from there."""
     found = []
     for span in spans:
-        assert span.keys is not None
-        first, past = _positions(span.of, span.keys)
+        assert span.key_count is not None
+        first, past = _positions(span.of, span.key_count)
         listed = _listed(span.of, blocks)
         if listed is not None:
             first, past = torch.maximum(first, listed[0]), torch.minimum(past, listed[1])
@@ -116,7 +118,9 @@ def visible_key_runs(spans: Sequence[Span], tiles: TileSizes, blocks: tuple[int,
     return found
 
 
-def visible_position_runs(spans: Sequence[Span], tiles: TileSizes, blocks: tuple[int, int]) -> list[Tensor]:
+def position_run_mask_tensors(
+    spans: Sequence[ConcatenatedSpan], tiles: TileSizes, blocks: tuple[int, int]
+) -> list[Tensor]:
     """Return the tensors of the mask `position_run_mask_mod`, for any spans: [b, h, N], the position of each key; then for
     each span [b, h, 4, P], for each query the first position that it sees and how many follow, the first key that is listed
     for it and how many follow. int64 if positions are."""
@@ -133,9 +137,11 @@ def visible_position_runs(spans: Sequence[Span], tiles: TileSizes, blocks: tuple
             listed = none, none + places[-1].shape[-1]
         keys = listed[0] + span.begin, listed[1] + span.begin
         found.append(
-            side_by_side([_runs(_positions(span.of, never), tiles, dtype), _runs(keys, tiles, dtype)], 2)
+            concatenate_broadcast(
+                [_runs(_positions(span.of, never), tiles, dtype), _runs(keys, tiles, dtype)], 2
+            )
         )
-    return [side_by_side(places), *found]
+    return [concatenate_broadcast(places), *found]
 
 
 def _positions(span: KeySpan, end: int) -> tuple[Tensor, Tensor]:
@@ -163,7 +169,7 @@ def _runs(ends: tuple[Tensor, Tensor], tiles: TileSizes, dtype: torch.dtype) -> 
     return pad_to_tiles(both, tiles.queries, 0)
 
 
-def tiled(kinds: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
+def join_tiles(kinds: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
     """Join blocks into tiles of `queries` x `keys` blocks: which tiles hold a listed block, and which are FULL throughout.
 
     kinds [b, h, M, N]; both results [b, h, query tiles, key tiles] bool. Query blocks beyond the last are ignored, key

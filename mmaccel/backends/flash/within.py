@@ -21,7 +21,8 @@ def to_runtime_ints(bounds: tuple[int, ...]) -> tuple[Any, ...]:
 
 @cute.jit
 def key_run_mask_mod(batch, head, row, column, seqlen_info, tensors):
-    """Mask function: whether the key is in the run of keys that a span lists for the query (`tiles.visible_key_runs`)."""
+    """Mask function: whether the key is in the run of keys that a span lists for the query
+    (`tiles.key_run_mask_tensors`)."""
     b, h, q, k = batch[0], head[0], row[0], column[0]
     seen = cutlass.Boolean(False)
     for span in tensors:
@@ -45,7 +46,7 @@ def diagonal_band_mask_mod(batch, head, row, column, seqlen_info, tensors, bound
 @cute.jit
 def position_run_mask_mod(batch, head, row, column, seqlen_info, tensors):
     """Mask function: whether a span lists the key for the query, with its position in range
-    (`tiles.visible_position_runs`)."""
+    (`tiles.position_run_mask_tensors`)."""
     b, h, q, k = batch[0], head[0], row[0], column[0]
     place = tensors[0][b, h, k]
     seen = cutlass.Boolean(False)

@@ -81,12 +81,12 @@ class BlockLists:
         return max(self.row.shape[1], self.kind.shape[1])
 
     @property
-    def count(self) -> Tensor:
+    def list_lengths(self) -> Tensor:
         """Number of key blocks in each query block's list, [b, h, M]."""
         return self.row[..., COUNT]
 
     @property
-    def entries(self) -> Tensor:
+    def index_or_empty(self) -> Tensor:
         """The index tensor of key blocks in the form that operators take: empty instead of None."""
         return self.row.new_empty(0, dtype=torch.int32) if self.index is None else self.index
 
@@ -100,7 +100,7 @@ class BlockLists:
         index = None if self.index is None else self.index.to(device)
         return BlockLists(self.row.to(device), index, self.kind.to(device))
 
-    def table(self) -> Tensor:
+    def to_dense_table(self) -> Tensor:
         """Dense form [b, h, M, key blocks] int8 of block lists: the kind of each listed block, else -1. No host sync."""
         (b, h), m, blocks = common_batch_and_heads(self.row, self.kind), self.blocks, self.kind.shape[-1]
         begin, count, head, tail, shift = (t[..., None] for t in self.row.expand(b, h, m, 5).unbind(-1))
@@ -118,7 +118,7 @@ class BlockLists:
         # What is no entry falls into a last column that is cut off.
         return found.scatter_(-1, block, own)[..., :-1]
 
-    def flat(self) -> tuple[Tensor, Tensor, Tensor]:
+    def flatten(self) -> tuple[Tensor, Tensor, Tensor]:
         """Concatenate the block lists: offsets [b, h, M + 1], block and kind of each entry. Synchronizes with the host."""
         (b, h), m, n = common_batch_and_heads(self.row, self.kind), self.blocks, self.kind.shape[-1]
         begin, count, head, tail, shift = self.row.expand(b, h, m, 5).reshape(-1, 5).unbind(-1)
@@ -242,7 +242,7 @@ class Part:
         return replace(self, q_row=self.q_row.to(device), spans=spans)
 
     @property
-    def extra(self) -> bool:
+    def uses_extras(self) -> bool:
         """Whether this plan part needs a key bias, keys of a span's own, or a row window; not all backends support these."""
         own = any(span.bias is not None or span.key is not None for span in self.spans)
         return own or self.edge is not None
@@ -326,7 +326,7 @@ def empty_output(
     return query.new_zeros(B, rows, H, D).transpose(1, 2), lse.fill_(-torch.inf)
 
 
-def in_query_order(out: Tensor, lse: Tensor, q_row: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def scatter_to_query_order(out: Tensor, lse: Tensor, q_row: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Scatter out [B, H, P, D] and lse [B, H, P] from the part's row order to the order of a query of `rows` rows."""
     if not rows:
         return out, lse

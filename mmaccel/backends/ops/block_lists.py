@@ -159,7 +159,7 @@ def _trimmed(lists: BlockLists, k_least: Tensor, k_most: Tensor, least: Tensor, 
 def _in_entries(lists: BlockLists, value: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     """[b, h, M] twice: the first entry of each list whose block's `value` [b, h, n] is above `bound` [b, h, M], and one past
     the last; where there is none, the first is beyond the list and 0 past the last."""
-    index, (b, h), m, n = lists.entries, value.shape[:2], lists.blocks, value.shape[-1]
+    index, (b, h), m, n = lists.index_or_empty, value.shape[:2], lists.blocks, value.shape[-1]
     begin, count, _, _, shift = lists.row.expand(b, h, m, 5)[..., None].unbind(-2)
     first, past = torch.full_like(begin[..., 0], BEYOND), torch.zeros_like(begin[..., 0])
     # No list names a block twice.

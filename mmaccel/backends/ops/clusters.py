@@ -105,7 +105,7 @@ def score_by_words(key: Tensor, words: Words, size: Tensor, cosine: bool) -> Ten
 
 
 @operator("stream", serves=_few)
-def beyond_budget(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
+def mask_beyond_budget(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
     """Which visual clusters are beyond the budget, [R, V] bool: better-scored ones already hold `limit` entries. False for
     the best `fewest` clusters. score [R, V], size [V]; empty clusters rank last."""
     order = score.masked_fill(size == 0, -torch.inf).sort(dim=1, descending=True, stable=True).indices
@@ -161,7 +161,7 @@ def select_entries(
 
 
 @operator("stream", serves=_few)
-def summary_tokens(
+def write_summary_tokens(
     score: Tensor,
     picked: Tensor,
     size: Tensor,
@@ -250,7 +250,7 @@ def predict_next_layer_input(
 
 
 @operator("stream")
-def host_slots(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
+def find_host_slots(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
     """Look up which of `entries` [n] are on the host, and mark them in `table` as being prefetched. table [m] holds where
     each entry is: below `slots` [1] a host slot, otherwise a place on the device; its last element is scratch. Returns host
     slots [n], -1 for an entry that is on the device already (or -1 itself). The table's code of the i-th entry, if it was on
@@ -262,7 +262,7 @@ def host_slots(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> 
     return torch.where(host, found, -1)
 
 
-def alignment_of(slab: Sequence[Tensor]) -> int:
+def slab_alignment(slab: Sequence[Tensor]) -> int:
     """The largest number of bytes that divides the addresses of all slabs."""
     return math.gcd(*(one.data_ptr() for one in slab))
 
@@ -276,7 +276,7 @@ def gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor
     slab   host tensors [slots, 2, G, P, D], pinned if `out` is on CUDA
     base   [slabs] long, on the device: byte offset of each slab from the first
     slot   [n] long, on the device: slot s is entry ``s % slots`` of slab ``s // slots``; -1 writes zeros
-    grain  `alignment_of(slab)`, which for a hundred slabs is to be computed once, not at each call
+    grain  `slab_alignment(slab)`, which for a hundred slabs is to be computed once, not at each call
 
     The plain PyTorch form reads the slots on the host.
     """

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmaccel.backends.ops.layer_ops import fusible, rms_norm
+from mmaccel.backends.ops.layer_ops import can_fuse, rms_norm
 from mmaccel.backends.ops.operator import operator, runs_triton_in_float32
 
 
@@ -17,7 +17,7 @@ from mmaccel.backends.ops.operator import operator, runs_triton_in_float32
     mutates=("journal", "state"),
     fake=lambda gate: torch.empty_like(gate, memory_format=torch.contiguous_format),
 )
-def delta_rows(
+def deltanet_rows(
     rows: Tensor,
     gate: Tensor,
     conv: Tensor,
@@ -53,14 +53,14 @@ def delta_rows(
     return out
 
 
-@operator("delta", serves=fusible, fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format))
+@operator("delta", serves=can_fuse, fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format))
 def convolve_silu(x: Tensor, weight: Tensor) -> Tensor:
     """Causal convolution of x [B, S, C] along S, each channel with its own weight [C, taps], rounded, then SiLU."""
     past = functional.pad(x.mT, (weight.shape[1] - 1, 0))
     return functional.silu(functional.conv1d(past, weight[:, None], groups=len(weight))).mT.contiguous()
 
 
-@operator("delta", serves=fusible, fake=lambda gate: torch.empty_like(gate))
+@operator("delta", serves=can_fuse, fake=lambda gate: torch.empty_like(gate))
 def gated_rms_norm(x: Tensor, gate: Tensor, gain: Tensor, eps: float) -> Tensor:
     """RMSNorm of x [..., V] times gain [V], each rounded as `gate` is, times silu(gate [..., V]); both contiguous."""
     return (rms_norm.plain(x.to(gate.dtype), gain, eps) * functional.silu(gate.float())).to(gate.dtype)

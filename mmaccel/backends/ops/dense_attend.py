@@ -297,29 +297,29 @@ def find_flash_attn(
     n, size = query.shape[2:]
     if query.dtype not in (torch.float16, torch.bfloat16) or value.shape[-1] != size:
         return None
-    if four and window is None and size in FLASH_SIZES and runs_flash_4(query.device):
+    if four and window is None and size in FLASH_SIZES and uses_flash_attn_4(query.device):
         from flash_attn.cute import flash_attn_func
 
         return FlashAttnRelease(4, flash_attn_func, square=True)
     if size > OLDER_LARGEST or size % 8 or not key.dtype == value.dtype == query.dtype:
         return None
-    found = older_flash(query.device)
+    found = find_older_flash_attn(query.device)
     return found if found and (found.square or window is not None or n != key.shape[2]) else None
 
 
-def runs_flash_4(device: torch.device) -> bool:
+def uses_flash_attn_4(device: torch.device) -> bool:
     """Whether flash-attn 4 runs dense attention on `device`."""
-    return operators.why_not("flash_4", device) is None and flash.installed()
+    return operators.why_kernels_unusable("flash_4", device) is None and flash.is_installed()
 
 
-def older_flash(device: torch.device) -> FlashAttnRelease | None:
+def find_older_flash_attn(device: torch.device) -> FlashAttnRelease | None:
     """flash-attn 3 or 2 if installed for `device`; None if neither is, or if flash-attn 4 runs there."""
-    if runs_flash_4(device):
+    if uses_flash_attn_4(device):
         return None
     for release in (3, 2):
         call = (
             import_older_flash_attn(release)
-            if operators.why_not(f"flash_{release}", device) is None
+            if operators.why_kernels_unusable(f"flash_{release}", device) is None
             else None
         )
         if call is not None:

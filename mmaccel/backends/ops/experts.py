@@ -11,7 +11,7 @@ from mmaccel.backends.ops.operator import operator
 
 
 @operator("experts", serves=has_linear_kernels, fake=lambda x: torch.empty_like(x))
-def expert_rows(x: Tensor, chosen: Tensor, share: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def expert_mlp(x: Tensor, chosen: Tensor, share: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Mixture-of-experts MLP on rows x [R, E], result [R, E]; no host synchronization for the choice of experts.
 
     chosen [R, k] long: expert indices; share [R, k]: weights of their outputs; gate_up [N, 2 I, E], gate outputs first; down

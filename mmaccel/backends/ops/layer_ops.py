@@ -29,13 +29,13 @@ MERGED = 1 << 26
 """Elements that `merge_parts` merges at a time in PyTorch."""
 
 
-def fusible(x: Tensor, *rest: object) -> bool:
+def can_fuse(x: Tensor, *rest: object) -> bool:
     """Whether these operators run as one kernel on `x`; else as the plain PyTorch code of the modules."""
     return x.dtype in HALVES and runs_triton(x)
 
 
 @operator(
-    "pointwise", serves=fusible, fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
+    "pointwise", serves=can_fuse, fake=lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
     """RMSNorm of x [..., E] in float32, rounded, then times weight [E] (which may be float32). `centred`: times 1 + weight
@@ -47,13 +47,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Te
     return (weight * normed.to(x.dtype)).to(x.dtype)
 
 
-@operator("pointwise", serves=fusible, mutates=("gate",), fake=lambda: None)
-def silu_times_(gate: Tensor, up: Tensor) -> None:
+@operator("pointwise", serves=can_fuse, mutates=("gate",), fake=lambda: None)
+def silu_multiply_(gate: Tensor, up: Tensor) -> None:
     """In place: gate [..., I] becomes silu(gate), rounded, times up [..., I]; both contiguous."""
     gate.copy_(functional.silu(gate) * up)
 
 
-@operator("pointwise", serves=fusible, mutates=("x",), fake=lambda: None)
+@operator("pointwise", serves=can_fuse, mutates=("x",), fake=lambda: None)
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> None:
     """Apply RoPE (arXiv 2104.09864) to x [B, H, n, D] in place, by cos and sin [B or 1, n, D]. The halves of a head are
     paired, or its `adjacent` numbers.
@@ -74,7 +74,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> T
     """Apply RoPE to a copy of `x` [..., D] by cos and sin [..., D], with pairs as in `rotate_`; by one kernel if there is
     one for x [B, H, n, D] and angles [B or 1, 1, n, D]."""
     shapes = x.ndim == cos.ndim == 4 and cos.shape[1] == 1
-    if shapes and x.dtype == cos.dtype and fusible(x) and not torch.is_grad_enabled():
+    if shapes and x.dtype == cos.dtype and can_fuse(x) and not torch.is_grad_enabled():
         rotate_(x := x.clone(), cos[:, 0], sin[:, 0], adjacent)
         return x
     return x * cos + _paired(x, adjacent) * sin
@@ -90,7 +90,7 @@ def rope_angles(
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
 
-@operator("pointwise", serves=fusible, fake=lambda out, lse: torch.empty_like(out[0]))
+@operator("pointwise", serves=can_fuse, fake=lambda out, lse: torch.empty_like(out[0]))
 def merge_parts(out: Tensor, lse: Tensor) -> Tensor:
     """Merge attention over R disjoint sets of keys exactly, by log-sum-exp: out [R, n, ..., D] and lse [R, n, ...] of each,
     both contiguous. Returns [n, ..., D] in the dtype of `out`; 0 where no set has a key."""
@@ -201,7 +201,7 @@ def project_rows(
     x [R, K]; weight: one to three of [O, K], whose outputs are concatenated; bias: none, or [O] for each. `gain` [K]: apply
     RMSNorm (`eps`) first. `gated`: of two weights, silu(first output) * second output. `residual` [R, O'] is added. Returns
     [R, O'] in the dtype of `x`, rounded after the norm and at the end. With `squares` [R, P], `x` is the `gained` of
-    `residual_rows`, and rows are first divided by their root mean square, computed from these.
+    `residual_linear`, and rows are first divided by their root mean square, computed from these.
     """
     if squares is not None:
         x = (x * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)).to(x.dtype)
@@ -220,7 +220,7 @@ def _pass_shapes(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
 
 
 @operator("decode", serves=has_linear_kernels, fake=_pass_shapes)
-def residual_rows(
+def residual_linear(
     x: Tensor, weight: Tensor, bias: Sequence[Tensor], residual: Tensor, gain: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Linear layer on rows [R, K] plus residual, which also computes what the following RMSNorm needs, so that the norm
@@ -261,7 +261,7 @@ def qkv_rope_rows(
     rows = project_rows.plain(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
     positions = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
     # Where the products are PyTorch's, what turns is a kernel still: one for a dozen.
-    return rope_rows.direct(rows, turn[0], turn[1], positions, columns, key, value)
+    return rope_rows.call_directly(rows, turn[0], turn[1], positions, columns, key, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,4 +321,4 @@ def qkv_rope_rows_each(
     [2, B, n, D], write k and v to slots `columns` [B, n]; returns queries [B, H, n, D]."""
     rows = project_rows.plain(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
     positions = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
-    return rope_rows_each.direct(rows, turn[0], turn[1], positions, columns, caches)
+    return rope_rows_each.call_directly(rows, turn[0], turn[1], positions, columns, caches)

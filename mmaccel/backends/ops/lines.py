@@ -4,8 +4,9 @@ the strongest of them, the key blocks that they touch, and the orderings of stri
 modulo a stride (the *residue class*); its *phase* is the class of a query minus that of the keys it sees.
 
 The attention of the last queries is reduced on the fly, by kernels for CUDA only. Every other device uses the plain forms:
-for `row_totals`, `line_sums` and `class_phases` the methods of `mmaccel.policies.sparse.estimate.LastQueryAttention`, for
-`stride_scores` that of `mmaccel.policies.sparse.stride`. Common arguments: query [B, H, L, D], the last queries; key [B, G,
+for `rowwise_logsumexp`, `line_weights` and `choose_grid_lines` the methods of
+`mmaccel.policies.sparse.estimate.LastQueryAttention`, for
+`score_strides` that of `mmaccel.policies.sparse.stride`. Common arguments: query [B, H, L, D], the last queries; key [B, G,
 N, D], H a multiple of G; row [B, n] long, the rows of `key` that hold the keys, None for its first `width`; at [B, L] long,
 ascending, the index of each query among the n = `width` keys, of which it sees those up to it, -1 for none; total [B, H, L]
 float32, the log-sum-exp over all that a query sees, if the keys are only a part of it; pooled: heads that share a key head
@@ -30,9 +31,15 @@ MOST_QUERIES = 128
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, queries: int, size: int) -> bool:
-    """Whether `row_totals`, `line_sums` and `class_phases` have a kernel for `queries` queries of head size `size`."""
+    """Whether `rowwise_logsumexp`, `line_weights` and `choose_grid_lines` have a kernel for `queries` queries of head size
+    `size`."""
     known = dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return known and 0 < queries <= MOST_QUERIES and size <= 256 and operators.triton_unusable(device) is None
+    return (
+        known
+        and 0 < queries <= MOST_QUERIES
+        and size <= 256
+        and operators.why_triton_unusable(device) is None
+    )
 
 
 def _kernel(fake: Callable[P, R]) -> operators.Operator[P, R]:
@@ -45,13 +52,13 @@ def _heads(query: Tensor, key: Tensor, pooled: bool) -> tuple[int, int]:
 
 
 @_kernel
-def row_totals(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width: int) -> Tensor:
+def rowwise_logsumexp(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width: int) -> Tensor:
     """Log-sum-exp of each query's attention scores, [B, H, L] float32; -inf for a query that sees nothing."""
     return query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @_kernel
-def line_sums(
+def line_weights(
     query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, total: Tensor | None, width: int, pooled: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention weight of each column (key) and diagonal (query minus key position), two tensors [B, h, n] float32."""
@@ -60,7 +67,7 @@ def line_sums(
 
 
 @_kernel
-def class_phases(
+def choose_grid_lines(
     query: Tensor,
     key: Tensor,
     row: Tensor | None,
@@ -87,7 +94,7 @@ def class_phases(
 
 
 @_kernel
-def stride_scores(value: Tensor, at: Tensor, low: int, high: int, score: str) -> Tensor:
+def score_strides(value: Tensor, at: Tensor, low: int, high: int, score: str) -> Tensor:
     """Score each candidate stride of a grid pattern, from `low` to `high`: [B, H, strides].
 
     A stride scores as its best residue class of lines does under `score`, summed over the kinds of lines. value [kinds, B,
@@ -168,7 +175,7 @@ def _run_shapes(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Te
 
 
 @operator("prefill.lines", fake=_run_shapes)
-def slash_runs(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor]:
+def list_slash_blocks(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor]:
     """The key blocks that chosen diagonals touch, as row [B, H, M, 5] long and index int32 of a `BlockLists`.
 
     kept [B, H, N] bool: the diagonals; queries: the fields of `DiagonalKeyBlocks` of `policies/sparse/vertical_slash.py`.
@@ -241,7 +248,7 @@ def _class_shapes(
 
 
 @operator("prefill.lines", fake=_class_shapes)
-def turned_classes(
+def sort_by_class(
     order: Sequence[Tensor], phases: Sequence[Tensor], room: int, wide: bool, columns: int, rows: int
 ) -> list[Tensor]:
     """Sort the queries and keys of each head by (residue class, position) for its grid pattern, starting from one order that

@@ -85,7 +85,7 @@ class DeviceLimits:
     processors: int
     memory: int
 
-    def pipeline_stages(self, most: int, each: int, rest: int = 0) -> int:
+    def max_pipeline_stages(self, most: int, each: int, rest: int = 0) -> int:
         """Number of pipeline stages, at most `most`, that fit into shared memory: each but one takes `each` bytes, and the
         rest of the program takes `rest` bytes."""
         return max(1, min(most, 1 + (self.shared - rest) // each))
@@ -145,7 +145,7 @@ def architecture_of(device: torch.device) -> Architecture:
     return find_architecture(f"sm_{major}{minor}")
 
 
-def why_not(kernels: str, device: torch.device) -> str | None:
+def why_kernels_unusable(kernels: str, device: torch.device) -> str | None:
     """Why `kernels` (one of `KERNELS`) cannot run on `device`, as a phrase; None if they can."""
     if device.type != "cuda":
         return "it needs a CUDA device"
@@ -155,7 +155,7 @@ def why_not(kernels: str, device: torch.device) -> str | None:
 
 
 @functools.cache
-def resources(device: torch.device) -> DeviceLimits:
+def find_device_limits(device: torch.device) -> DeviceLimits:
     """Resources of `device`, as PyTorch reports them, else from the table."""
     if device.type != "cuda":
         return INTERPRETED
@@ -188,14 +188,14 @@ def _cached_constant(make: Callable[P, R]) -> Callable[P, R]:
 
 
 @_cached_constant
-def triton_unusable(device: torch.device) -> str | None:
+def why_triton_unusable(device: torch.device) -> str | None:
     """Return why Triton kernels cannot run on `device`, or None if they can; does not import Triton."""
-    return why_not("triton", device) or (None if find_spec("triton") else "it needs triton")
+    return why_kernels_unusable("triton", device) or (None if find_spec("triton") else "it needs triton")
 
 
 def runs_triton(first: Tensor | Sequence[Tensor], *rest: Any) -> bool:
     """Whether Triton kernels can run on the device of the first argument."""
-    return triton_unusable((first if isinstance(first, Tensor) else first[0]).device) is None
+    return why_triton_unusable((first if isinstance(first, Tensor) else first[0]).device) is None
 
 
 def runs_triton_in_float32(first: Tensor, *rest: Any) -> bool:
@@ -243,7 +243,7 @@ class Operator(Generic[P, R]):
         if fake is not None:
             schema = torch.library.infer_schema(plain, mutates_args=mutates)
             self.op = torch.library.custom_op(
-                f"mmaccel::{plain.__name__}", self.direct, mutates_args=mutates, schema=schema
+                f"mmaccel::{plain.__name__}", self.call_directly, mutates_args=mutates, schema=schema
             )
             self.op.register_fake(_of_some(fake, inspect.signature(plain)))
 
@@ -251,9 +251,9 @@ class Operator(Generic[P, R]):
         if self.op is not None and is_traced():
             result: R = self.op(*args, **named)
             return result
-        return self.direct(*args, **named)
+        return self.call_directly(*args, **named)
 
-    def direct(self, *args: P.args, **named: P.kwargs) -> R:
+    def call_directly(self, *args: P.args, **named: P.kwargs) -> R:
         """Call the kernel if it serves the arguments, else the plain form, without torch.library. Sets the current device to
         that of the first argument, since layers of a model may be on several."""
         if not (self._kernel and self._serves(*args)):

@@ -165,13 +165,13 @@ def decode_attend(
     B, H, n, D = query.shape
     G = key.shape[1]
     group = H // G
-    item, here = query.element_size(), operators.resources(query.device)
+    item, here = query.element_size(), operators.find_device_limits(query.device)
     block_m = min(max(triton.next_power_of_2(n * group), 16), 64)
     block_d = max(triton.next_power_of_2(D), 16)
     block_n = block_n or (64 if item == 2 else 16)
     while (2 * block_n * block_d + block_m * (block_d + block_n)) * item > here.shared and block_m > 16:
         block_m, block_n = (block_m, block_n // 2) if block_n > 16 else (block_m // 2, block_n)
-    stages = here.pipeline_stages(3, 2 * block_n * block_d * item, block_m * (block_d + block_n) * item)
+    stages = here.max_pipeline_stages(3, 2 * block_n * block_d * item, block_m * (block_d + block_n) * item)
     tiles = triton.cdiv(n * group, block_m)
     splits = splits or max(1, RESIDENT * here.processors // (B * G * tiles))
     out = torch.empty(B, n, H, D, dtype=query.dtype, device=query.device).transpose(1, 2)
@@ -266,7 +266,7 @@ def _project_kernel(
     """Kernel of `ops.layer_ops.project_rows`: BLOCK_O outputs of one of up to three concatenated weights.
 
     EVEN: blocks divide the outputs. PARTS: partial sums of squares per row of `x`; 0: no division by the RMS. AHEAD: also
-    write `gained` and `squares_out` for the next norm (`residual_rows`). BLOCKS: number of programs.
+    write `gained` and `squares_out` for the next norm (`residual_linear`). BLOCKS: number of programs.
     """
     block = tl.program_id(0)
     weight, bias, begin, width = weight_0, bias_0, 0, WIDTH_0
@@ -318,7 +318,7 @@ def _project_kernel(
         tl.store(squares_out + r * BLOCKS + block, sums, mask=mine)
 
 
-def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+def rms_normed_rows(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """RMSNorm of rows `x` with weight `gain`, rounded as the model's own norm rounds."""
     (rows, K), out = x.shape, torch.empty_like(x)
     rms_norm_kernel[(rows,)](x, gain, out, eps, E=K, BLOCK=triton.next_power_of_2(K), num_warps=8)
@@ -344,7 +344,7 @@ def _tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) 
     each.
     """
     R, K = x.shape
-    here = operators.resources(x.device)
+    here = operators.find_device_limits(x.device)
     rows = max(triton.next_power_of_2(R), here.columns)
     if R > FEW:
         made = TileConfig(32, 128, rows, 2, 4)
@@ -356,11 +356,13 @@ def _tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) 
                 made = TileConfig(16, inputs, rows, 1, steps)
                 break
     inputs = block_k or min(made.inputs, max(triton.next_power_of_2(K), 16))
-    stages = here.pipeline_stages(made.stages, inputs * (made.outputs * weights + rows) * x.element_size())
+    stages = here.max_pipeline_stages(
+        made.stages, inputs * (made.outputs * weights + rows) * x.element_size()
+    )
     return made._replace(inputs=inputs, stages=stages)
 
 
-def parts_of(squares: Tensor | None, block_r: int) -> tuple[int, int]:
+def partial_sum_sizes(squares: Tensor | None, block_r: int) -> tuple[int, int]:
     """(PARTS, CHUNK): number of partial sums of squares per row, and how many a program loads at a time."""
     parts = 0 if squares is None else squares.shape[1]
     return parts, min(triton.next_power_of_2(max(parts, 1)), max(HELD // block_r, 1))
@@ -371,7 +373,7 @@ def project_rows(
     next_gain=None,
 ):  # fmt: skip
     """Linear layers on x [R, K] by one kernel (`ops.layer_ops.project_rows`); a program reads `block_k` inputs at a time.
-    With `next_gain` [O], the weight of the following norm, returns sums, gained sums and squares, as `residual_rows`."""
+    With `next_gain` [O], the weight of the following norm, returns sums, gained sums and squares, as `residual_linear`."""
     rows, K = x.shape
     widths = [w.shape[0] for w in weight]
     width = widths[0] if gated else sum(widths)
@@ -384,7 +386,7 @@ def project_rows(
     )
     missing = [x] * (3 - len(weight))
     block_o, block_k, block_r, warps, stages = _tile_of(x, width, 1 + gated, block_k)
-    parts, chunk = parts_of(squares, block_r)
+    parts, chunk = partial_sum_sizes(squares, block_r)
     grid = triton.cdiv(widths[0], block_o) if gated else sum(triton.cdiv(w, block_o) for w in widths)
     even = all(w % block_o == 0 for w in widths)
     gained, sums = out, out
@@ -392,7 +394,7 @@ def project_rows(
         gained = torch.empty_like(out)
         sums = torch.empty(rows, grid, dtype=torch.float32, device=x.device)
     if gain is not None:
-        x = normed(x, gain, eps)
+        x = rms_normed_rows(x, gain, eps)
     _project_kernel[(grid,)](
         x, *weight, *missing, *(bias or weight), *missing, x if residual is None else residual,
         x if squares is None else squares, x if next_gain is None else next_gain, out, gained, sums, rows, eps,
@@ -405,8 +407,8 @@ def project_rows(
     return out if next_gain is None else (out, gained, sums)
 
 
-def residual_rows(x, weight, bias, residual, gain, *, block_k=None):
-    """Launch `ops.layer_ops.residual_rows` (linear, residual, norm inputs); a program reads `block_k` inputs at a time."""
+def residual_linear(x, weight, bias, residual, gain, *, block_k=None):
+    """Launch `ops.layer_ops.residual_linear` (linear, residual, norm inputs); a program reads `block_k` inputs at a time."""
     return project_rows(x, [weight], bias, residual=residual, block_k=block_k, next_gain=gain)
 
 
@@ -519,10 +521,10 @@ def qkv_rope_rows(x, weight, bias, gain, squares, eps, turn, columns, key, value
     bias = [t.contiguous() for t in bias]
     gain, squares = (None if t is None else t.contiguous() for t in (gain, squares))
     block_o, block_k, block_r, warps, stages = _tile_of(x, sum(map(len, weight)), 1, block_k)
-    parts, chunk = parts_of(squares, block_r)
+    parts, chunk = partial_sum_sizes(squares, block_r)
     table, aligned = (columns, 0) if each is None else (each.table, each.aligned)
     if gain is not None:
-        x = normed(x, gain, eps)
+        x = rms_normed_rows(x, gain, eps)
     _enter_kernel[((heads + 2 * G) * triton.cdiv(D, block_o),)](
         x, *weight, *(bias or weight), x if squares is None else squares, turn, columns, table, query, key,
         value, rows, n, eps, row_strides(key), row_strides(value),

@@ -1,6 +1,6 @@
 """Triton kernels of `ops.delta` (Gated DeltaNet), and the functions that launch them, with the operators' arguments.
 
-In `delta_rows` a program holds a strip of one head's state, all of K by some of V, and processes one after another the
+In `deltanet_rows` a program holds a strip of one head's state, all of K by some of V, and processes one after another the
 columns that the state lacks and the new ones; the strip is read once and written once. Each program recomputes the causal
 convolution over the last columns, some 16 loads from the L2 cache, which are sent for a column ahead.
 """
@@ -168,8 +168,8 @@ def gated_rms_norm(x, gate, gain, eps):
     return out
 
 
-def delta_rows(rows, gate, conv, decay, shift, gain, eps, bounds, journal, state, *, strip=STRIP):
-    """Launch `ops.delta.delta_rows` (Gated DeltaNet on new rows); a program holds `strip` of the V values."""
+def deltanet_rows(rows, gate, conv, decay, shift, gain, eps, bounds, journal, state, *, strip=STRIP):
+    """Launch `ops.delta.deltanet_rows` (Gated DeltaNet on new rows); a program holds `strip` of the V values."""
     (_, heads, K, V), (taps, R, W) = state.shape, (conv.shape[1], *journal.shape[1:])
     B, groups = len(bounds), (conv.shape[0] - heads * V) // (2 * K)
     n = len(rows) // B

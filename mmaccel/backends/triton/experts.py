@@ -67,8 +67,8 @@ def _down_kernel(
     tl.store(out + r * E + o, total.to(kind), mask=there)
 
 
-def expert_rows(x, chosen, share, gate_up, down):
-    """Launch `ops.experts.expert_rows`: the mixture-of-experts MLP on a few rows."""
+def expert_mlp(x, chosen, share, gate_up, down):
+    """Launch `ops.experts.expert_mlp`: the mixture-of-experts MLP on a few rows."""
     (R, E), k, deep = x.shape, chosen.shape[1], down.shape[2]
     x, chosen, share, gate_up, down = (one.contiguous() for one in (x, chosen, share, gate_up, down))
     inner = torch.empty(R * k, deep, dtype=x.dtype, device=x.device)

@@ -131,10 +131,10 @@ def rms_norm(x, weight, eps, centred=False):
     return out
 
 
-def silu_times_(gate, up):
-    """Launch `ops.layer_ops.silu_times_`: gate = silu(gate) * up, in place; `ValueError` unless both are contiguous."""
+def silu_multiply_(gate, up):
+    """Launch `ops.layer_ops.silu_multiply_`: gate = silu(gate) * up, in place; `ValueError` unless both are contiguous."""
     if not (gate.is_contiguous() and up.is_contiguous()):
-        raise ValueError("silu_times_: gate and up are to be contiguous")
+        raise ValueError("silu_multiply_: gate and up are to be contiguous")
     if gate.numel():
         _silu_times_kernel[(triton.cdiv(gate.numel(), WORDS),)](
             gate, up, gate.numel(), BLOCK=WORDS, num_warps=8

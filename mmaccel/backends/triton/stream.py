@@ -102,7 +102,7 @@ def _standardize_scores_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexp
 
 @triton.jit(do_not_specialize=["V", "limit", "fewest"])
 def _beyond_budget_kernel(SCORE, SIZE, OUT, V, limit, fewest, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
-    """Kernel of `beyond_budget`, for BLOCK visual clusters of a layer: whether better-scored ones fill the budget
+    """Kernel of `mask_beyond_budget`, for BLOCK visual clusters of a layer: whether better-scored ones fill the budget
     already."""
     row = tl.program_id(1).to(tl.int64) * V
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -250,7 +250,7 @@ def _summary_tokens_kernel(
     D: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, HIDES: tl.constexpr, BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `summary_tokens`: rank BLOCK clusters, and copy each one's mean key and value to its rank."""
+    """Kernel of `write_summary_tokens`: rank BLOCK clusters, and copy each one's mean key and value to its rank."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     score, size, picked = _standing(SCORE, PICKED, SIZE, at, C)
     place = tl.zeros([BLOCK], tl.int32)
@@ -341,7 +341,7 @@ def _predict_hidden_kernel(
 
 @triton.jit(do_not_specialize=["n", "last"])
 def _assign_prefetch_slots_kernel(TABLE, ENTRY, SLOTS, BEGIN, OUT, n, last, BLOCK: tl.constexpr):
-    """Kernel of `host_slots`, for some entries. Only the table's last slot, which is scratch, is shared by programs."""
+    """Kernel of `find_host_slots`, for some entries. Only the table's last slot, which is scratch, is shared by programs."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(ENTRY + at, mask=at < n, other=-1)
     place = tl.where(entry < 0, last, entry)
@@ -409,8 +409,8 @@ def score_by_words(key, words, size, cosine):
     return out
 
 
-def beyond_budget(score, size, limit, fewest):
-    """Launch `ops.clusters.beyond_budget`: which visual clusters are beyond a budget of `limit` entries, [R, V]."""
+def mask_beyond_budget(score, size, limit, fewest):
+    """Launch `ops.clusters.mask_beyond_budget`: which visual clusters are beyond a budget of `limit` entries, [R, V]."""
     R, V = score.shape
     out = torch.empty(R, V, dtype=torch.bool, device=score.device)
     if V:
@@ -455,8 +455,8 @@ def select_entries(before, lists, budget, ahead, own, late):
     return out, coming
 
 
-def summary_tokens(score, picked, size, rows, time, out, head, left, tokens):
-    """Launch `ops.clusters.summary_tokens`: summary tokens of the best clusters, their times and biases."""
+def write_summary_tokens(score, picked, size, rows, time, out, head, left, tokens):
+    """Launch `ops.clusters.write_summary_tokens`: summary tokens of the best clusters, their times and biases."""
     (C,), count, D, (key, value) = score.shape, out.shape[2], out.shape[3], rows
     times = torch.empty(count, dtype=time.dtype, device=time.device)
     added = torch.empty(head + count, device=score.device)
@@ -491,8 +491,8 @@ def predict_next_layer_input(words, count, known, before, seen):
     return out
 
 
-def host_slots(table, entries, slots, begin):
-    """Launch `ops.clusters.host_slots`: host slots [n] of `entries`, -1 for none; updates `table`."""
+def find_host_slots(table, entries, slots, begin):
+    """Launch `ops.clusters.find_host_slots`: host slots [n] of `entries`, -1 for none; updates `table`."""
     out = torch.empty_like(entries)
     if len(entries):
         _assign_prefetch_slots_kernel[(triton.cdiv(len(entries), FORETOLD),)](

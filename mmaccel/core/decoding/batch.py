@@ -124,13 +124,13 @@ class Batch:
     def _round(self) -> None:
         with self._changed:
             live = list(self._live)
-        began, free = time.perf_counter(), [one for one in live if one.adapts_length]
+        began, free = time.perf_counter(), [one for one in live if one.may_adapt_draft_length]
         most = self.load.best_length(len(live), len(free)) if free else None
         # The others wait while a draft reads its prompt: one a round.
         reads = [one for one in free if one.has_unread_draft] if most else []
         self._warm = not reads
         lengths = {**dict.fromkeys(live), **dict.fromkeys(free, most), **dict.fromkeys(reads[1:], 0)}
-        offers = self._offers({one: one.offer_rows(lengths[one]) for one in live})
+        offers = self._offers({one: one.rows_to_verify(lengths[one]) for one in live})
         wanted, taken = list[Wanted](), 0
         for one, offered in offers.items():
             with self._careful(one):
@@ -171,7 +171,7 @@ class Batch:
             for one, logits in self._steps(wanted):
                 given[one] = last = logits if isinstance(logits, Exception) else logits[0, -1:]
                 if isinstance(last, Tensor):
-                    groups[asked[one].kind, last.shape, last.device].append(one)
+                    groups[asked[one].batch_key, last.shape, last.device].append(one)
             for some in groups.values():
                 given |= _said(asked[some[0]], {one: given[one] for one in some})  # type: ignore[misc]
         return {one: offers[one] for one in works if one in offers}
@@ -245,7 +245,7 @@ class BatchedAnswerSteps:
 
     def __call__(self, runners: Sequence[Any], ids: Sequence[Tensor]) -> list[Tensor | Exception]:
         adapter, counts = runners[0].adapter, [one.shape[1] for one in ids]
-        if len(runners) == 1 or not adapter.shares:
+        if len(runners) == 1 or not adapter.can_batch_answers:
             return [_alone(one, own) for one, own in zip(runners, ids, strict=True)]
         if sum(counts) > MOST:
             half = len(runners) // 2
@@ -254,7 +254,7 @@ class BatchedAnswerSteps:
             (ForwardPass(one.adapter.attention, False, state=one.state, stream=True), count, one.live.hidden)
             for one, count in zip(runners, counts, strict=True)
         ]
-        rows, errors = adapter.run_each(passes, adapter.embed_tokens(torch.cat(list(ids), 1)[0]))
+        rows, errors = adapter.run_batched_passes(passes, adapter.embed_tokens(torch.cat(list(ids), 1)[0]))
         logits = adapter.logits(rows)[None].split(counts, 1)
         return [errors.get(number, own) for number, own in enumerate(logits)]
 

@@ -131,7 +131,7 @@ class DraftStep:
     greedy: bool = True
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def batch_key(self) -> tuple[Any, ...]:
         """What must be equal for steps to be evaluated together by one call of `reduce_logits`."""
         return self.vocab, self.never, self.greedy
 
@@ -160,7 +160,7 @@ class DraftState(ABC):
     def begin(self, prompt: Prompt) -> None:
         """Take the prompt that the draft will continue; called once, before the target's prefill."""
 
-    def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
+    def prompt_pruner(self, given: TokenPruner | None) -> TokenPruner | None:
         """Return the pruner of the draft's prompt: `given`, or None to read all of it. Called after `begin`."""
         return given
 
@@ -169,7 +169,7 @@ class DraftState(ABC):
         `begin` and the first `observe`, as soon as the target's early layers have run."""
         raise DraftError(f"{type(self).__name__} cannot prune what its draft sees; leave prune out.")
 
-    def probe(self) -> ForwardProbe | None:
+    def target_prefill_probe(self) -> ForwardProbe | None:
         """Return the `ForwardProbe` that reads the target's prefill for the draft, or None. Called after `begin`."""
         return None
 
@@ -189,7 +189,7 @@ class DraftState(ABC):
         return Proposal.empty()
 
     @abstractmethod
-    def observe(self, committed: Tensor, kept: int) -> None:
+    def observe_committed(self, committed: Tensor, kept: int) -> None:
         """Learn the `committed` [m] new tokens of the sequence; the first `kept` of them were in the last proposal."""
 
     def state_for_next_turn(self) -> Any:
@@ -237,7 +237,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
         """The pruner that chooses the prompt columns that the draft reads; None if it reads all or chooses by itself."""
         return None
 
-    def check(self, target: ModelView) -> None:
+    def check_target(self, target: ModelView) -> None:
         """Raise `DraftError` if the draft cannot serve `target`; called at attach, also for a `config_only` target."""
 
     @abstractmethod

@@ -19,7 +19,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.decoding.draft import DraftState, DraftStep, Prompt, Proposal, accept, run_draft, validate
 from mmaccel.core.decoding.trees import accept_tree
-from mmaccel.core.errors import DraftError, ModelError, shown, warn
+from mmaccel.core.errors import DraftError, ModelError, quoted, warn
 from mmaccel.core.report import DraftRounds
 
 Over = Literal["timeout", "cancelled"]
@@ -30,7 +30,7 @@ MAX_NEW_TOKENS = 128
 """The default of `max_new_tokens`, in sessions and on the command line."""
 
 
-def speculate(
+def decode_speculatively(
     target: Runner,
     draft: DraftState | GuardedDraft | None,
     prompt: Prompt,
@@ -55,7 +55,7 @@ def decode_round_robin(sequences: Sequence[Speculation]) -> None:
     try:
         while live := [sequence for sequence in sequences if not sequence.ended]:
             for sequence in live:
-                sequence.advance()
+                sequence.commit_next_tokens()
     finally:
         for sequence in sequences:
             sequence.close()
@@ -80,9 +80,9 @@ class GuardedDraft:
         except Ended:  # of the call, which ends with the next token
             self.close()
         except Exception as error:
-            self.drop(error)
+            self.drop_draft(error)
 
-    def drop(self, error: Exception) -> None:
+    def drop_draft(self, error: Exception) -> None:
         """Drop the draft after `error`, with a warning; decoding goes on without it."""
         draft, self.state = self.state, None
         self._failed(error)
@@ -156,13 +156,13 @@ class Speculation:
         self._origin = target.length() - prompt.ids.shape[1]
 
     @torch.no_grad()
-    def advance(self) -> None:
+    def commit_next_tokens(self) -> None:
         """Commit the next tokens: the first call the one after the prompt, later calls those of one round."""
-        offered = run_draft(self.offer_rows())
+        offered = run_draft(self.rows_to_verify())
         self.verify_logits(None if offered is None else self.target.step(*offered)[0])
 
     @torch.no_grad()
-    def offer_rows(self, most: int | None = None) -> Generator[DraftStep, Tensor, Offer | None]:
+    def rows_to_verify(self, most: int | None = None) -> Generator[DraftStep, Tensor, Offer | None]:
         """Return the rows of the target's next step: the last token and the draft's proposal (at most `most` tokens if it
         can choose; 0: none), with `Branches` for a tree; None for the first token, as the prompt's logits are there. The
         draft's own steps are yielded. Call `verify_logits` next."""
@@ -214,7 +214,7 @@ class Speculation:
             # Before anyone reads the tokens: a draft elsewhere goes on meanwhile.
             with self._draft.drop_on_error() as draft:
                 if draft is not None:
-                    draft.observe(committed, kept)
+                    draft.observe_committed(committed, kept)
         if first is None and self._emit is not None:
             self._emit(committed)
         if self.ended:
@@ -241,14 +241,14 @@ class Speculation:
         try:
             committed, kept = accept(proposal, logits, ids[0], prompt.warp, prompt.generator)
         except DraftError as error:
-            self._draft.drop(error)
+            self._draft.drop_draft(error)
             committed, kept = accept(Proposal.empty(), logits[:1], ids[0], prompt.warp, prompt.generator)
         self.judged = proposal.ids.numel(), kept
         self._meter.count_round(*self.judged)
         return committed, kept, logits
 
     @property
-    def adapts_length(self) -> bool:
+    def may_adapt_draft_length(self) -> bool:
         """Whether this sequence's number of drafted tokens may vary; under sampling it would change the random numbers."""
         return getattr(self._draft.state, "chooses", False) and self._prompt.warp is None
 
@@ -277,7 +277,7 @@ class Deadline:
     def __init__(self, seconds: float | None = None, event: threading.Event | None = None) -> None:
         number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if seconds is not None and not (number and 0 < seconds <= threading.TIMEOUT_MAX):
-            raise ModelError(f"timeout: {shown(seconds)}; give a positive number of seconds, or None.")
+            raise ModelError(f"timeout: {quoted(seconds)}; give a positive number of seconds, or None.")
         self.began = perf_counter()
         self._end = None if seconds is None else monotonic() + seconds
         self._cancelled, self._event = threading.Event(), event or threading.Event()
@@ -356,7 +356,7 @@ class Answer:
         return order[:count]
 
 
-class Reply(Iterator[str]):
+class StreamedAnswer(Iterator[str]):
     """Iterator over the pieces of an answer's text as they are generated; `answer` is the whole `Answer` at the end.
 
     Decoding goes on in its own thread. Closing or dropping the iterator ends the answer.

@@ -89,8 +89,8 @@ class DraftStream(ABC):
 
     @abstractmethod
     def prepare_question(self, question: Any, room: int, heard: QuestionAttention | None = None) -> None:
-        """Prepare `question` (see `StreamModel.question`) for drafting, whose answer may have `room` tokens; the draft reads
-        it when tokens are first needed. `heard`: the attention of the target's question, for a draft with a pruner."""
+        """Prepare `question` (see `StreamModel.make_question`) for drafting, whose answer may have `room` tokens; the draft
+        reads it when tokens are first needed. `heard`: the attention of the target's question, for a draft with a pruner."""
 
     @abstractmethod
     def end_question(self) -> None:

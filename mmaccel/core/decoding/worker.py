@@ -231,7 +231,7 @@ class Worker:
         except DraftError as error:
             self._broken(error)
 
-    def post(self, kind: int, *numbers: int, blob: Callable[[], Sequence[Blob]]) -> None:
+    def send_in_background(self, kind: int, *numbers: int, blob: Callable[[], Sequence[Blob]]) -> None:
         """Send a large message in the background; `blob` makes its bytes. Messages sent later arrive later.
 
         Tensors behind these bytes must not change until `wait_until_sent` has returned. The next call raises a failure.

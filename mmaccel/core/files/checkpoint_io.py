@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import MmaccelError, ModelError, shown
+from mmaccel.core.errors import MmaccelError, ModelError, quoted
 from mmaccel.core.files import outside
 
 Wanted = Mapping[str, tuple[Sequence[int], torch.dtype]]
@@ -93,7 +93,7 @@ def read_json(path: Path, wanted: Mapping[str, type]) -> dict[str, Any]:
         value = facts.get(name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ModelError(
-                f"{path.name}: {name} is {shown(value)} where {kind.__name__} is wanted; the file is damaged."
+                f"{path.name}: {name} is {quoted(value)} where {kind.__name__} is wanted; the file is damaged."
             )
     return facts
 
@@ -102,7 +102,7 @@ def check_ints(value: Any, what: str, end: int, failure: type[MmaccelError] = Mo
     """Check that `value` is a list of whole numbers from 0 to below `end`, and return it; else raise `failure`, naming it
     `what`."""
     if not isinstance(value, list) or any(type(one) is not int or not 0 <= one < end for one in value):
-        raise failure(f"{what} is {shown(value)} where numbers below {end} are wanted; the file is damaged.")
+        raise failure(f"{what} is {quoted(value)} where numbers below {end} are wanted; the file is damaged.")
     return value
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from mmaccel.core.errors import MmaccelError, RecipeError, shown
+from mmaccel.core.errors import MmaccelError, RecipeError, quoted
 
 TEXT_BYTES = 1 << 20
 """Most bytes of a file that people write: a recipe, a chat template, a list of questions."""
@@ -43,7 +43,7 @@ def check_regular_file(
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
-        place = shown(os.path.abspath(path), PATH)[1:-1]
+        place = quoted(os.path.abspath(path), PATH)[1:-1]
         raise failure(f"{what} cannot be read ({os_reason(error)}: {place}); {fix}.") from error
     if not stat.S_ISREG(status.st_mode):
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
@@ -182,7 +182,7 @@ class _Limited(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 line = key.start_mark.line + 1
                 if key.value in lines:
-                    fault = f"{shown(key.value)} is given twice, in lines {lines[key.value]} and {line}"
+                    fault = f"{quoted(key.value)} is given twice, in lines {lines[key.value]} and {line}"
                     raise yaml.YAMLError(f"{fault}; leave one out")
                 lines[key.value] = line
         return super().construct_mapping(node, deep)

@@ -12,17 +12,17 @@ from mmaccel.core.memory.kv import StreamState
 
 class FrameMemory(StreamState):
     """A stream memory that stores frames instead of keys and values, and runs the model on some of them for each question.
-    It takes no forward pass itself: the question runs on the memory from `new_state`, filled by `pick_units`."""
+    It takes no forward pass itself: the question runs on the memory from `new_kv_memory`, filled by `choose_units`."""
 
     @abstractmethod
     def store_frames(self, frames: Tensor) -> None:
-        """Store frames [n * pace, 3, H, W]: whole units, in the order of the stream."""
+        """Store frames [T, 3, H, W]: whole units, in the order of the stream."""
 
     @abstractmethod
-    def pick_units(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
-        """Return the units to run for a question, ascending: number and frames [pace, 3, H, W]. `paid`: for a draft's
+    def choose_units(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
+        """Return the units to run for a question, ascending: number and frames [F, 3, H, W]. `paid`: for a draft's
         memory, unit number -> attention that the target's question paid to it; empty: not known."""
 
     @abstractmethod
-    def new_state(self) -> StreamState:
+    def new_kv_memory(self) -> StreamState:
         """Return an empty KV memory, in which the picked frames and one question are run."""

@@ -84,7 +84,7 @@ class KVState(ABC):
         """Forget all columns of the KV cache."""
 
     @abstractmethod
-    def reorder(self, rows: Tensor) -> None:
+    def select_sequences(self, rows: Tensor) -> None:
         """Select the batch rows `rows` [B'] (beam search, dropping finished sequences)."""
 
     def nbytes(self) -> int:
@@ -104,13 +104,13 @@ class KVState(ABC):
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` columns; raises `ModelError` if the policy cannot roll back that far."""
 
-    def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
+    def layer_buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values [B, G, capacity, D] of each layer, with room for `room` more columns after those held. Only
         for a memory that is `in_place`: callers write new columns there, not by `append`, then `record_written`."""
         raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
     def record_written(self, count: int) -> None:
-        """Record that a caller wrote `count` new columns into the `buffers` of all layers, after those held."""
+        """Record that a caller wrote `count` new columns into the `layer_buffers` of all layers, after those held."""
         raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
     def count_dropped(self, layer: int) -> int:
@@ -145,8 +145,8 @@ class KVPolicy(Policy, ABC, kind="kv"):
         """How many of the last cache columns can be rolled back; None: all."""
         return None
 
-    def footprint(self, tokens: int, pace: int) -> Footprint:
-        """Return what it keeps and shows of a video whose units are of `tokens` tokens and `pace` frames, for `costs`."""
+    def footprint(self, tokens: int, frames_per_unit: int) -> Footprint:
+        """Return what it keeps and shows of a video, for `costs`; a unit is `frames_per_unit` frames and `tokens` tokens."""
         return Footprint()
 
     @abstractmethod
@@ -158,26 +158,26 @@ class Stream:
     """Facts of a video stream that its KV memory gets when it is opened.
 
     A stream is: the prompt before the video (head) | units, numbered from 0 | the tokens of a question. A *unit* is what the
-    model takes as one step of time: a frame, or a temporal patch of `pace` frames.
+    model takes as one step of time: a frame, or a temporal patch of `frames_per_unit` frames.
 
     tokens_per_unit  P
     words   numbers of tokens at the begin and at the end of each unit that are text, such as a time stamp
     head    tokens before the video
-    pace    frames of a unit
+    frames_per_unit  frames of a unit
     positions  rotary positions of head, units and text
     dtype   of keys and values
     """
 
     tokens_per_unit: int
     head: int
-    pace: int
+    frames_per_unit: int
     positions: PositionIds
     dtype: torch.dtype
     words: tuple[int, int] = (0, 0)
 
     def units(self, frames: int) -> int:
         """Return how many units (temporal patches of frames) `frames` frames are, rounded up."""
-        return -(-frames // self.pace)
+        return -(-frames // self.frames_per_unit)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -360,7 +360,7 @@ class StreamState(KVState):
     def accept(self, keep: int | Tensor) -> None:
         raise ModelError("kv: this memory cannot verify token trees; use a draft that proposes chains.")
 
-    def reorder(self, rows: Tensor) -> None:
+    def select_sequences(self, rows: Tensor) -> None:
         raise ModelError("kv: a stream is one sequence; ask without beams.")
 
     def close(self) -> None:
@@ -388,7 +388,7 @@ class StreamPolicy(KVPolicy):
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
         raise RecipeError(f"kv {self.name!r} is a memory of streams; call generate, or use a VideoSession.")
 
-    def for_layers(self, share: float) -> StreamPolicy:
+    def for_layer_share(self, share: float) -> StreamPolicy:
         """Return the policy for a share of the layers, on one of several devices: budgets in bytes shrink by that share."""
         return self
 

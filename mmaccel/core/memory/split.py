@@ -42,14 +42,14 @@ class LayerRange(ModelView):
     def device(self) -> torch.device:
         return self.at
 
-    def norm(self, layer: int, hidden: Tensor) -> Tensor:
-        return super().norm(self.layers[layer], hidden)
+    def input_norm(self, layer: int, hidden: Tensor) -> Tensor:
+        return super().input_norm(self.layers[layer], hidden)
 
     def project_query(self, layer: int, rows: Tensor) -> Tensor:
         return super().project_query(self.layers[layer], rows)
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        cos, sin = super().angles(positions, dtype)
+    def rope_angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = super().rope_angles(positions, dtype)
         return cos.to(self.at, non_blocking=True), sin.to(self.at, non_blocking=True)
 
 
@@ -68,7 +68,7 @@ def create_multi_device_state(
         for begin, end in zip(begins, [*begins[1:], len(devices)], strict=True):
             layers = range(begin, end)
             own = LayerRange(view.model, view.adapter, view.resolve, layers=layers, at=devices[begin])
-            share = policy.for_layers(len(layers) / len(devices))
+            share = policy.for_layer_share(len(layers) / len(devices))
             parts.append((layers, own.at, share.open_stream(stream, own.geometry, own, own.at)))
             if isinstance(parts[0][2], FrameMemory):
                 raise ModelError(

@@ -24,7 +24,7 @@ class PrunedKVState(KVState):
 
     def __init__(self, pruner: TokenPruner, depth: int, part: Callable[[int], KVState]) -> None:
         self.pruner = pruner
-        self.starts = sorted({0, *(stage.layer for stage in pruner.stages(depth))})
+        self.starts = sorted({0, *(stage.layer for stage in pruner.pruning_stages(depth))})
         ends = [*self.starts[1:], depth]
         self._parts = [part(end - start) for start, end in zip(self.starts, ends, strict=True)]
         self._owner = [k for k, start in enumerate(self.starts) for _ in range(ends[k] - start)]
@@ -99,13 +99,13 @@ class PrunedKVState(KVState):
             return view
         if layer == self.pruner.scoring_layer:
             if view.column is None and view.window is None:
-                self.recall(query, view.key)
+                self.choose_visible_columns(query, view.key)
             else:
                 line = torch.arange(view.key.shape[2], device=query.device)
                 column = line if view.column is None else view.column
                 if view.window is not None:
                     line = line[(column < view.sinks) | (column > column[-1] - view.window)]
-                self.recall(query, view.key.index_select(2, line), column[line])
+                self.choose_visible_columns(query, view.key.index_select(2, line), column[line])
         elif self._shown is not None and layer > (self.pruner.scoring_layer or 0):
             prompt, end = (
                 self.count_held_in_part(part, self.prompt),
@@ -120,7 +120,9 @@ class PrunedKVState(KVState):
             return replace(view, key=key, value=value, column=columns)
         return view
 
-    def recall(self, query: Tensor, key: Tensor, column: Tensor | None = None) -> Tensor | None:
+    def choose_visible_columns(
+        self, query: Tensor, key: Tensor, column: Tensor | None = None
+    ) -> Tensor | None:
         """Choose the prompt columns [n], ascending, that a decoded token sees in the layers after `scoring_layer`; None:
         all. They are chosen by its attention there: `query` [1, H, 1, D] over `key` [1, G, N, D], its own included. `column`
         [N], ascending: which columns the keys are, if the memory has evicted some; only these, and shares of these, are
@@ -152,8 +154,8 @@ class PrunedKVState(KVState):
         """Return whether the columns that `layer` holds have consecutive positions 0, 1, 2, ..."""
         return self.pruner.compact and self.kept[self._owner[layer]] is not None
 
-    def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
-        return [pair for part in self._parts for pair in part.buffers(room)]
+    def layer_buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
+        return [pair for part in self._parts for pair in part.layer_buffers(room)]
 
     def record_written(self, count: int) -> None:
         for part in self._parts:
@@ -190,7 +192,7 @@ class PrunedKVState(KVState):
             part.reset()
         self._forget()
 
-    def reorder(self, rows: Tensor) -> None:
+    def select_sequences(self, rows: Tensor) -> None:
         if rows.numel() != 1:
             raise ModelError(
                 "prune: a pruned prompt is one sequence; set num_beams and num_return_sequences to 1."
@@ -204,7 +206,7 @@ class PrunedKVState(KVState):
         that may be dropped, and how many of them are left after each stage."""
         mean = sum(self._parts[part].held_columns() for part in self._owner) / len(self._owner)
         counters = {**super().counters(), "held_mean": mean, "visual": float(self._visual[0])}
-        cuts = [stage.layer for stage in self.pruner.stages(len(self._owner))]
+        cuts = [stage.layer for stage in self.pruner.pruning_stages(len(self._owner))]
         for layer, count in zip(cuts, self._visual[1:], strict=False):
             counters[f"visual from layer {layer}"] = float(count)
         if self._shown is not None and self._watched is not None:

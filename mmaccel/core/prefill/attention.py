@@ -82,7 +82,7 @@ class AttentionConfig:
     def warn_prompt_length_mismatch(self, tokens: int | None) -> None:
         """Warn, once per attached recipe, if a prompt of `tokens` (None: unknown) is far longer or shorter than that on
         which the patterns were searched. The pattern's own `note`, if any, goes into the report."""
-        context = self.recipe.sparse.context
+        context = self.recipe.sparse.searched_prompt_length
         if self.recipe.sparse.note:
             self.meter.add_note(self.recipe.sparse.note)
         if tokens is None or context is None or context / ELSEWHERE <= tokens <= context * ELSEWHERE:
@@ -362,7 +362,7 @@ class ForwardPass(PrefillPass):
             return plan
         heads = [begin for _, begin, _ in self._tails]
         if len(heads) == 1:
-            return plan.first(heads[0])
+            return plan.limit_to_first_rows(heads[0])
         first = torch.tensor(heads, dtype=torch.int32, device=query.device)[:, None, None]
         rows = (torch.where(part.q_row < first, part.q_row, -1) for part in plan.parts)
         both = zip(plan.parts, rows, strict=True)

@@ -203,7 +203,7 @@ class ContextParallelKVState(KVState):
         if layer == 0:
             self.pieces.append(self.coming)
 
-    view = held_columns = nbytes = reorder = delegate(
+    view = held_columns = nbytes = select_sequences = delegate(
         lambda self, name, *given, **named: getattr(self.memory, name)(*given, **named)
     )
 
@@ -290,7 +290,7 @@ class ContextParallelPass(ForwardPass):
             for some in head_runs(plan.dense.heads, query.shape[1] // key.shape[1]):
                 at, seen = head_indices(some.heads, query.device), (slice(None), some.groups, slice(0, end))
                 out[:, at, :rows], lse[:, at, :rows] = run(
-                    None, some.of(query)[:, :, :rows], key[seen], value[seen]
+                    None, some.select_queries(query)[:, :, :rows], key[seen], value[seen]
                 )
         for _, begin, end in self._tails:
             if begin < end:

@@ -87,7 +87,7 @@ class NewImageSpans:
         for all layers."""
         sizes = len(query), query.shape[1], query.shape[2], key.shape[2], self.layout.length
         memo, name = self.layout.memo, ("later", self.spans, sizes)
-        return memoize(memo, name, lambda: anticausal_plan(self.spans, *sizes, key.device))
+        return memoize(memo, name, lambda: plan_later_image_tokens(self.spans, *sizes, key.device))
 
     def attend(
         self,
@@ -119,7 +119,7 @@ class NewImageSpans:
         out = merge_by_lse(*one, *other)[0].to(value.dtype)
         # Heads that the plan leaves dense have no log-sum-exp.
         for run in head_runs(() if plan.dense is None else plan.dense.heads, query.shape[1] // key.shape[1]):
-            q, k, v = run.of(query), key[:, run.groups], value[:, run.groups]
+            q, k, v = run.select_queries(query), key[:, run.groups], value[:, run.groups]
             out[:, list(run.heads)] = dense(slice(None), 0, q.shape[2], q, k, v)
         for some, begin, end in tails:
             if begin < end:
@@ -188,7 +188,7 @@ def _image(
     return F.scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-def anticausal_plan(
+def plan_later_image_tokens(
     spans: Sequence[Span], batch: int, heads: int, rows: int, keys: int, total: int, device: torch.device
 ) -> AttentionPlan:
     """Return the plan of pairs of an image token and a later one of the same image, for `total` columns of which the last

@@ -69,7 +69,7 @@ def merge_plans(
     for _, members in sorted(families.items(), key=lambda family: family[0][0]):
         head_range = HeadRange.covering([head for some, _ in members for head in some], group)
         makers.append(_part(packer, members, head_range, blocks))
-    packer.flush()
+    packer.write_recorded()
     rest = DenseHeads(tuple(sorted(dense)), queries, keys, first.n_query) if dense else None
     return replace(first, parts=tuple(make() for make in makers), heads=heads, dense=rest)
 
@@ -81,7 +81,7 @@ def merge_plan_parts(parts: Sequence[Part], heads: int, blocks: tuple[int, int])
     """
     packer = TensorPacker()
     make = _part(packer, [(tuple(range(heads)), parts)], None, blocks)
-    packer.flush()
+    packer.write_recorded()
     return make()
 
 
@@ -114,7 +114,7 @@ class TensorPacker:
         self._ends = [0] * len(block_lists.KINDS)
         self._made: list[Tensor] = []
 
-    def add(self, shape: tuple[int, ...], value: int, dtype: torch.dtype, first: int = 0) -> PackedSlice:
+    def reserve(self, shape: tuple[int, ...], value: int, dtype: torch.dtype, first: int = 0) -> PackedSlice:
         """Reserve a tensor of `shape` [b, h, n], or of lists [b, h, n, 5], filled with `value` wherever nothing is put."""
         kind, size = block_lists.KINDS.index(dtype), prod(shape)
         to = PackedSlice(kind, self._ends[kind], shape, first)
@@ -124,7 +124,7 @@ class TensorPacker:
             self._fills += (1, 1, size, -1, to.begin, kind, 0, 0, 0, 0, 0, value, 0, 0)
         return to
 
-    def put(
+    def record_write(
         self, to: PackedSlice, heads: Sequence[int], t: Tensor, begin: int, more: int = 0, shift: int = 0
     ) -> None:
         """Record a write of `t` [b or 1, heads or 1, n, ...] plus `more` into the columns from `begin` of `heads`.
@@ -150,14 +150,14 @@ class TensorPacker:
             self._puts += (block_lists.KINDS.index(t.dtype), from_b, from_h, more, int(row > 1), shift)
             at += count
 
-    def flush(self) -> None:
+    def write_recorded(self) -> None:
         """Write all pieces recorded by `put` into the packed buffers."""
         fills = len(self._fills) // len(block_lists.FIELDS)
         self._made = block_lists.assemble_slices(
             self._sources, [*self._fills, *self._puts], fills, self._ends
         )
 
-    def tensor(self, of: PackedSlice) -> Tensor:
+    def packed_tensor(self, of: PackedSlice) -> Tensor:
         """Return the packed tensor at a `PackedSlice`, after `flush`."""
         return self._made[of.kind][of.begin : of.begin + prod(of.shape)].view(of.shape)
 
@@ -170,7 +170,7 @@ class MergedSpan(NamedTuple):
     span: KeySpan
 
     @property
-    def shared(self) -> bool:
+    def has_shared_keys(self) -> bool:
         """Whether all heads have the same keys."""
         return all(t is None or t.shape[1] == 1 for t in (self.span.k_row, self.span.k_pos, self.span.bias))
 
@@ -216,18 +216,18 @@ def _part(
     lengths = [[part.q_row.shape[-1] for part in parts] for _, parts in members]
     begins = [list(accumulate((n + -n % step for n in some), initial=0)) for some in lengths]
     rows = max(some[-1] for some in begins)
-    q_row = packer.add((batch, most, rows), -1, torch.int32, first)
+    q_row = packer.reserve((batch, most, rows), -1, torch.int32, first)
     slots: dict[tuple[Any, ...], list[MergedSpan]] = {}
     owned: list[Tensor] = []
     for (heads, parts), some in zip(members, begins, strict=True):
         for part, begin in zip(parts, some, strict=False):
-            packer.put(q_row, heads, part.q_row, begin)
+            packer.record_write(q_row, heads, part.q_row, begin)
             seen: dict[tuple[Any, ...], int] = {}
             for span in sorted(part.spans, key=lambda s: -s.k_row.shape[-1]):
                 piece = MergedSpan(heads, begin, span)
                 own = (None if t is None else _number(t, owned) for t in (span.key, span.value))
                 # Keys that all heads share do not go beside a head's own, which would repeat them for each head.
-                apart = head_range is None and piece.shared
+                apart = head_range is None and piece.has_shared_keys
                 kind = piece.distance_range_end, span.lists.index is None, span.bias is None, apart, *own
                 number = seen[kind] = seen.get(kind, -1) + 1
                 slots.setdefault((*kind, number), []).append(piece)
@@ -241,7 +241,7 @@ def _part(
         made = tuple(span() for span in spans)
         return replace(
             one,
-            q_row=packer.tensor(q_row),
+            q_row=packer.packed_tensor(q_row),
             spans=made,
             head_range=head_range,
             ordered=None,
@@ -263,7 +263,7 @@ def _span(
     packer: TensorPacker, some: list[MergedSpan], q_row: PackedSlice, blocks: tuple[int, int]
 ) -> Callable[[], KeySpan]:
     """One span of all pieces: of each head the keys of its pieces follow one another, those of one order once."""
-    one, (batch, heads, rows), put = some[0].span, q_row.shape, packer.put
+    one, (batch, heads, rows), put = some[0].span, q_row.shape, packer.record_write
     begins: list[int] = []
     seen: list[Tensor] = []
     known: dict[tuple[tuple[int, ...], Any], int] = {}
@@ -275,22 +275,22 @@ def _span(
             ends[p.heads] = known[name] + p.span.k_row.shape[-1]
         begins.append(known[name])
     # Keys that are those of all who list any need not be repeated for each head.
-    shared = some[0].shared and len({name for _, name in known}) == 1
+    shared = some[0].has_shared_keys and len({name for _, name in known}) == 1
     width = max(ends.values())
     wide = any(t.dtype == torch.int64 for p in some for t in (p.span.q_pos, p.span.k_pos))
     dtype = torch.int64 if wide else torch.int32
 
     def keys(size: int, value: int, dtype: torch.dtype) -> PackedSlice:
-        return packer.add((batch, 1 if shared else heads, size), value, dtype, q_row.first)
+        return packer.reserve((batch, 1 if shared else heads, size), value, dtype, q_row.first)
 
     k_row, k_pos = keys(width, -1, torch.int32), keys(width, 0, dtype)
     # A bias goes as its bits.
     bias = None if one.bias is None else keys(width, 0, torch.int32)
-    q_pos = packer.add((batch, heads, rows), -1, dtype, q_row.first)
+    q_pos = packer.reserve((batch, heads, rows), -1, dtype, q_row.first)
     kind = keys(width // blocks[1], ABSENT, torch.int8)
-    row = packer.add((batch, heads, rows // blocks[0], block_lists.ROW), 0, torch.int64, q_row.first)
+    row = packer.reserve((batch, heads, rows // blocks[0], block_lists.ROW), 0, torch.int64, q_row.first)
     indices = [p.span.lists.index for p in some if p.span.lists.index is not None]
-    index = packer.add((1, 1, sum(t.numel() for t in indices)), 0, torch.int32) if indices else None
+    index = packer.reserve((1, 1, sum(t.numel() for t in indices)), 0, torch.int32) if indices else None
     written, entries, scattered = set(), 0, 0
     for p, begin in zip(some, begins, strict=True):
         lists, first, at = p.span.lists, begin // blocks[1], p.begin // blocks[0]
@@ -314,7 +314,7 @@ def _span(
                 put(bias, p.heads, p.span.bias.view(torch.int32), begin)
 
     def make() -> KeySpan:
-        tensor = packer.tensor
+        tensor = packer.packed_tensor
         lists = BlockLists(tensor(row), None if index is None else tensor(index).flatten(), tensor(kind))
         extra: dict[str, Any] = dict(key=one.key, value=one.value)
         extra |= dict(bias=None if bias is None else tensor(bias).view(torch.float32))

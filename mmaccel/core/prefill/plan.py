@@ -43,7 +43,7 @@ class HeadRun(NamedTuple):
     heads: tuple[int, ...]
     groups: slice
 
-    def of(self, query: Tensor) -> Tensor:
+    def select_queries(self, query: Tensor) -> Tensor:
         """Return the queries [B, h, n, D] of these heads; a view if the heads are adjacent."""
         return select_heads(self.heads, query)
 
@@ -131,7 +131,7 @@ class AttentionPlan:
         """Whether parts of the plan may share query rows."""
         return any(part.merge_group for part in self.parts)
 
-    def first(self, rows: int) -> AttentionPlan:
+    def limit_to_first_rows(self, rows: int) -> AttentionPlan:
         """Return this attention plan for only the first `rows` query rows; cached."""
 
         def cut() -> AttentionPlan:
@@ -223,7 +223,7 @@ class AttentionPlan:
         total = torch.zeros(B, H, dtype=torch.float64, device=device)
         for part in self.parts:
             for span in part.spans:
-                lists = span.lists.row, span.lists.entries
+                lists = span.lists.row, span.lists.index_or_empty
                 area = listed_area(*lists, part.q_row, span.k_row, self.block_q, self.block_k)
                 total[:, part.for_heads(H)] += area
         if self.dense is not None:
@@ -313,7 +313,7 @@ def _check_extra(span: KeySpan, where: str, sizes: Sequence[int]) -> None:
 
 def element_mask(part: Part, span: KeySpan, block_q: int, block_k: int) -> Tensor:
     """Return [b, h, P, N] bool: the pairs of one span, in the plan's order. FULL blocks skip the test, as in kernels."""
-    kind = span.lists.table().repeat_interleave(block_q, 2).repeat_interleave(block_k, 3)
+    kind = span.lists.to_dense_table().repeat_interleave(block_q, 2).repeat_interleave(block_k, 3)
     gap = span.q_pos[..., :, None] - span.k_pos[..., None, :]
     inside = (gap >= span.lo) & (gap < span.hi)
     k_row = span.k_row[..., None, :]

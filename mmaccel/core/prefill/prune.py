@@ -153,7 +153,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
         return at[torch.isin(layout.modality[0, at], prunes)]
 
     @abstractmethod
-    def stages(self, depth: int) -> tuple[Stage, ...]:
+    def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         """Return the stages for a model of `depth` layers, by layer, ascending; a draft's pruner has one.
 
         Raises `RecipeError` for a model that is too shallow.
@@ -202,7 +202,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedRetentionPruner(TokenPruner):
-    """A pruner that keeps a fixed share of the candidates: subclasses write `choose` and `stages`.
+    """A pruner that keeps a fixed share of the candidates: subclasses write `choose_candidates` and `pruning_stages`.
 
     retention  the share of the candidates that is kept, rounded down to a whole token
     """
@@ -210,33 +210,33 @@ class FixedRetentionPruner(TokenPruner):
     retention: float = limited(0.1, SHARE)
 
     @abstractmethod
-    def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
+    def choose_candidates(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
         """Return [count] indices into `at` [m] (candidate columns of `layout`) of the tokens to keep; 0 <= count < m."""
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         at = candidate_columns(layout)
         count = stage.kept_count(at, total)
         return with_unprunable_columns(
-            layout, at if count == at.numel() else at[self.choose(signals, layout, at, count)]
+            layout, at if count == at.numel() else at[self.choose_candidates(signals, layout, at, count)]
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScorePruner(FixedRetentionPruner):
-    """A pruner that scores every candidate and keeps the highest: subclasses write `score` and `stages`."""
+    """Scores all candidates and keeps the highest. Subclasses write `score_candidates` and `pruning_stages`."""
 
     @abstractmethod
-    def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
+    def score_candidates(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         """Return scores [m] of the candidate tokens in columns `at` [m] of `layout`; the highest are kept."""
 
-    def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
+    def choose_candidates(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
         told = signals.get("score")  # [S]: of a stream (`core.streams.listening`)
-        return top_indices(self.score(signals, layout, at) if told is None else told[at], count)
+        return top_indices(self.score_candidates(signals, layout, at) if told is None else told[at], count)
 
 
-def checked_stages(pruner: TokenPruner, depth: int) -> tuple[Stage, ...]:
+def check_pruning_stages(pruner: TokenPruner, depth: int) -> tuple[Stage, ...]:
     """Return the stages of `pruner` for a model of `depth` layers; raises `RecipeError` for an impossible declaration."""
-    who, stages = f"prune {pruner.name!r}", tuple(pruner.stages(depth))
+    who, stages = f"prune {pruner.name!r}", tuple(pruner.pruning_stages(depth))
     for name in pruner.needs:
         if name not in SIGNALS:
             raise UnknownName(f"signal in needs of {who}", str(name), SIGNALS)

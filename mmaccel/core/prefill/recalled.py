@@ -155,7 +155,7 @@ class RetrievedTokenPruning(WrappedMemory):
         """The first `before` rows of the question are no words: they stand for frames and pictures."""
         super().__init__(state)
         self.pruner, self._stream, self._before = pruner, stream, before
-        self._stages = {s.layer: s for s in (pruner.stages(depth) if pruner.stage == "layer" else ())}
+        self._stages = {s.layer: s for s in (pruner.pruning_stages(depth) if pruner.stage == "layer" else ())}
         scoring = depth if pruner.scoring_layer is None else pruner.scoring_layer
         self._scoring, self._first = scoring, min([scoring, *(layer - 1 for layer in self._stages)])
         self._layouts: dict[tuple[int, int, torch.device], TokenLayout] = {}

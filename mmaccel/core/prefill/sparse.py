@@ -115,7 +115,10 @@ class SparsePattern(Policy, ABC, kind="sparse"):
 
         Override it in a pattern that plans several runs at once, or that reads few query rows and needs no copy of all.
         """
-        return [(run.heads, self.plan(run.of(query), key[:, run.groups], q_layout, k_layout)) for run in runs]
+        return [
+            (run.heads, self.plan(run.select_queries(query), key[:, run.groups], q_layout, k_layout))
+            for run in runs
+        ]
 
     def plan_layer(
         self, query: Tensor, key: Tensor, value: Tensor | None, q_layout: TokenLayout, k_layout: TokenLayout
@@ -129,7 +132,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         return self
 
     @property
-    def context(self) -> int | None:
+    def searched_prompt_length(self) -> int | None:
         """The prompt length, in tokens, for which this pattern's budgets were chosen; None: any."""
         return None
 
@@ -170,7 +173,7 @@ def attend_plan(
         own = part.for_heads(len(all_heads))
         groups = slice(own.start // group, (own.stop - 1) // group + 1)
         q, k, v = query[:, own], key[:, groups], value[:, groups]
-        op = select.with_extended_support(backend, query.device) if part.extra else backend
+        op = select.with_extended_support(backend, query.device) if part.uses_extras else backend
         prepared = prepare(op, part, q, k, *blocks, n)
         other, other_lse = op(q, k, v, *part.pack(), *blocks, scale, n, *prepared)
         heads = all_heads if part.head_range is None else part.head_range.heads
@@ -199,7 +202,7 @@ def attend_plan(
         valid = dense.keys.valid[:, seen] if dense.keys.has_padding else None
         for run in head_runs(dense.heads, query.shape[1] // key.shape[1]):
             k, v = key[:, run.groups, seen], value[:, run.groups, seen]
-            q, at = run.of(query)[:, :, :rows], head_indices(run.heads, query.device)
+            q, at = run.select_queries(query)[:, :, :rows], head_indices(run.heads, query.device)
             out[:, at, :rows] = dense_attend(q, k, v, scale, start, valid, dense.sinks, dense.window)
             # An index and a number would send the number to the device, which a capture cannot.
             lse[:, :, :rows].index_fill_(1, at, torch.nan)
@@ -271,7 +274,7 @@ def choose_backend(recipe: Any, view: ModelView) -> select.Choice:
     label = f"{recipe.sparse.name} {hashlib.sha256(repr(pattern).encode()).hexdigest()[:12]}"
     shape = measure.AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
     plan = planning_benchmark(pattern, shape, device)
-    return select.decide(recipe.backend, device, shape, plan=plan, label=label, block=pattern.block)
+    return select.choose_backend(recipe.backend, device, shape, plan=plan, label=label, block=pattern.block)
 
 
 def planning_benchmark(

@@ -59,7 +59,7 @@ def run_question(
     settings: Mapping[str, Any] | None = None,
     between: tuple[float, float] | None = None,
 ) -> Iterator[QuestionRunner]:
-    """Context that runs a question (`StreamModel.question`) on `live` up to its first token; at exit the memory is as
+    """Context that runs a question (`StreamModel.make_question`) on `live` up to its first token; at exit the memory is as
     before.
 
     room    tokens that the answer may have
@@ -85,7 +85,7 @@ def run_question(
         if gives_way and (gives_way[0] or not reading):
             adapter.turns.yield_lock(inside=reading)
 
-    asking, waiting, positions = adapter.question(question), state.waiting_features(), stream.positions
+    asking, waiting, positions = adapter.make_question(question), state.waiting_features(), stream.positions
     inside = None if between is None else _units_between(info, *between)
     if between is not None and info.times[-1] > between[1]:
         waiting, info = None, replace(info, pending=None)
@@ -162,7 +162,7 @@ def run_question(
     acts = None if prune is None else prune.for_stream()
     depth, seen = adapter.view.geometry.layers, before + asking.visual
     pruned = None
-    numbers = [info.spans[unit][0] // adapter.pace for unit in shows]
+    numbers = [info.spans[unit][0] // adapter.frames_per_unit for unit in shows]
     timed = None
     if inside is not None and not isinstance(seen_as, FrameMemory):
         state = timed = TimeRangeMemory(state, stream, *inside)
@@ -172,13 +172,15 @@ def run_question(
         state = pruned = RetrievedTokenPruning(state, acts, stream, depth, seen)
     parts = [info.marks, asking.embeds]
     if info.pending is not None:
-        unit = adapter.features(pad_to_units(info.pending, adapter.pace), info.size)[0]
+        unit = adapter.features(pad_to_units(info.pending, adapter.frames_per_unit), info.size)[0]
         at = [len(info.times) - info.pending.shape[0]]
-        parts.insert(0, adapter.embed_units(unit, info.moments(adapter.pace, at))[0])
+        parts.insert(0, adapter.embed_units(unit, info.unit_moments(adapter.frames_per_unit, at))[0])
         check()
     if waiting is not None:
         at = [sum(info.spans[-1]) if info.spans else 0]
-        parts.insert(0, adapter.embed_units(waiting, info.moments(adapter.pace, at)).flatten(0, 1))
+        parts.insert(
+            0, adapter.embed_units(waiting, info.unit_moments(adapter.frames_per_unit, at)).flatten(0, 1)
+        )
     shown = (lambda: _shown(info, evidence())) if weigh else tuple
     given = adapter, live, state, running, deadline, asking.ids, left, meter, shown, question
     runner = QuestionRunner(
@@ -290,7 +292,7 @@ class QuestionRunner(Runner):
         hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)
         self.logits = self.adapter.logits(hidden[-1:])
         if not inputs.get("goes_on"):
-            self.adapter.ready(self.state, self.running)
+            self.adapter.warm_up_decoding(self.state, self.running)
         return self.logits
 
     def run_text_lines(self, lines: Sequence[TimedText], room: int, rest: Tensor) -> None:
@@ -322,7 +324,7 @@ class QuestionRunner(Runner):
 
     def truncate(self, length: int) -> None:
         if self.running is not None:
-            self.running.crop(self.state.length() - length)
+            self.running.undo_rows(self.state.length() - length)
         self.state.truncate(length)
 
     def length(self) -> int:
@@ -374,7 +376,7 @@ class QuestionRunner(Runner):
 
         meter = self.meter.new_sequence()
         draft = GuardedDraft(meter)
-        with draft_stream.asked(self.question, most, self.around) as stream:
+        with draft_stream.question_scope(self.question, most, self.around) as stream:
             more: dict[str, Any] = {"max_new_tokens": most, "stream": stream, "deadline": self.deadline}
             prompt = Prompt({"input_ids": ids}, ids, token_choice.warp, token_choice.generator, **more)
             try:
@@ -385,7 +387,7 @@ class QuestionRunner(Runner):
                         draft.state = strategy.open(adapter.view)
                         draft.state.begin(prompt)
                 one = Speculation(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=meter)
-                adapter.turns.decode(one, self.shares and not strategy.active)
+                adapter.turns.decode_answer(one, self.shares and not strategy.active)
             finally:
                 draft.close()
         if reason == "positions":

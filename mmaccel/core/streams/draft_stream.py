@@ -90,7 +90,7 @@ class LocalDraftStream(DraftStream):
     ) -> None:
         if self._live is None:
             parts = self._adapter, self._kv, self._chunk, frames, fps, timed
-            self._live = StreamRunner.begin(*parts, quiet=True)
+            self._live = StreamRunner.start_stream(*parts, quiet=True)
         live = self._live
         ingest = ingest and self._kv.ingests
         with self._attention_of_ingestion(live.info.tokens_per_unit) if ingest else nullcontext():
@@ -102,7 +102,7 @@ class LocalDraftStream(DraftStream):
         prompt = self._adapter
         if self._live is not None or not isinstance(prompt, PromptAdapter):
             return
-        live = StreamRunner.begin(prompt, self._kv, self._chunk, prompt.frames, None, True, quiet=True)
+        live = StreamRunner.start_stream(prompt, self._kv, self._chunk, prompt.frames, None, True, quiet=True)
         try:
             with (
                 self._attention_of_ingestion(live.info.tokens_per_unit) if self._kv.ingests else nullcontext()
@@ -117,9 +117,9 @@ class LocalDraftStream(DraftStream):
     def _attention_of_ingestion(self, unit: int) -> Iterator[None]:
         """While inside, passes over units of `unit` tokens see what `reading` lists, where the model can run it."""
         adapter = self._adapter
-        window = self._kv.footprint(unit, adapter.pace).window
+        window = self._kv.footprint(unit, adapter.frames_per_unit).window
         if self._ingesting is None and self._reading is not None and window is not None:
-            pattern = self._reading(-(-window // adapter.pace) * unit)
+            pattern = self._reading(-(-window // adapter.frames_per_unit) * unit)
             with suppress(RecipeError):
                 self._ingesting = stream_attention_config(Recipe(sparse=pattern), adapter)
         before = adapter.attention
@@ -163,7 +163,7 @@ class LocalDraftStream(DraftStream):
         pruned = self._prune is not None and heard is not None
         self._guided = GuidedRetrievalWrapper(self._prune, heard) if pruned else None  # type: ignore[arg-type]
 
-    def read(self, deadline: Deadline | None = None) -> QuestionRunner:
+    def read_question(self, deadline: Deadline | None = None) -> QuestionRunner:
         """Run the question that was asked; return its runner, valid until `end_question`. Raises `Ended` at the deadline. On
         a prompt's memory it counts the events of its own call, as a target does."""
         deadline = deadline or self.deadline

@@ -251,7 +251,7 @@ class FrameIntake:
         self, how: How, video: Any, fps: float | None, moves: IntakeProgress, reconnect: bool
     ) -> Generator[Clip, None, None]:
         check = moves.deadline.check
-        opens = partial(self._stream_adapter.clips, video, fps, check)
+        opens = partial(self._stream_adapter.iterate_clips, video, fps, check)
         if how == "ingest":
             return sources.regroup_clips_by_pass(opens(), self._room, moves.decoded)
         if not reconnect:
@@ -383,18 +383,18 @@ class FrameIntake:
         if self._live is None:
             parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
             with self._turn():
-                self._live = StreamRunner.begin(*parts, timed)
+                self._live = StreamRunner.start_stream(*parts, timed)
                 self._live.draft_stream = self._open_draft_stream()
         return self._live
 
     def _room(self, clip: Clip) -> int:
         live = self._begun(clip, clip.times is not None or clip.fps is not None)
-        pace, pending = live.adapter.pace, live.info.pending
-        return sources.units_in_pass(clip.frames, pace, live.bulk) * pace - (
+        frames_per_unit, pending = live.adapter.frames_per_unit, live.info.pending
+        return sources.units_in_pass(clip.frames, frames_per_unit, live.bulk) * frames_per_unit - (
             0 if pending is None else len(pending)
         )
 
     def _open_draft_stream(self) -> GuardedDraftStream:
         """The stream of the draft, where it asks for one."""
         told = DraftStreamSettings(self._processor, self._kv, self.recipe.chunk)
-        return GuardedDraftStream.of(self.recipe.draft, self._stream_adapter.view, told)
+        return GuardedDraftStream.open(self.recipe.draft, self._stream_adapter.view, told)

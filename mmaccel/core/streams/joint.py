@@ -27,7 +27,7 @@ UNITS = 16
 
 @dataclass(eq=False)
 class WaitingUnits:
-    """Whole units of a stream, frames [n * pace, 3, H, W] shown at `moments`, that wait for their pass.
+    """Whole units of a stream, frames [n * frames_per_unit, 3, H, W] shown at `moments`, that wait for their pass.
 
     live    the `StreamRunner` whose memory takes them in
     asked   when they began to wait (`time.monotonic`); `waited`: seconds from then until their pass began
@@ -49,10 +49,10 @@ class WaitingUnits:
     @property
     def units(self) -> int:
         """Number of waiting units."""
-        return len(self.frames) // int(self.live.adapter.pace)
+        return len(self.frames) // int(self.live.adapter.frames_per_unit)
 
     @cached_property
-    def kind(self) -> Hashable | None:
+    def batch_key(self) -> Hashable | None:
         """A key that is equal for units which can go through the layers as one batch; None: these run alone. First read in
         the thread that waits."""
         live = self.live
@@ -80,7 +80,7 @@ def run_waiting_units(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
     """Wait for the model, run the units `mine` through it and return them. Whichever thread gets its turn first runs all
     waiting units of the same `kind` as one batch. Raises `Ended` if the deadline comes first, or the pass's error."""
     turns = mine.live.adapter.turns
-    waiting, _ = turns.waiting_passes, mine.kind  # which is of this thread
+    waiting, _ = turns.waiting_passes, mine.batch_key  # which is of this thread
     try:
         waiting.append(mine)
         with turns.holding(deadline, over=mine.done.is_set):
@@ -105,8 +105,8 @@ def _run_turn(first: WaitingUnits, waiting: list[WaitingUnits]) -> None:
     first.taken, some, left = True, [first], UNITS - first.units
     try:
         waiting.remove(first)
-        for one in () if first.kind is None else tuple(waiting):
-            if one.units <= left and one.kind == first.kind:
+        for one in () if first.batch_key is None else tuple(waiting):
+            if one.units <= left and one.batch_key == first.batch_key:
                 one.taken = True
                 some.append(one)
                 try:
@@ -149,7 +149,7 @@ def _run(some: list[WaitingUnits]) -> None:
         if len(some) > 1:
             _run_batch(some)
         else:
-            some[0].live.encode(some[0].frames)
+            some[0].live.encode_frames(some[0].frames)
     finally:
         took, units = monotonic() - now, sum(one.units for one in some)
         for one in some:
@@ -163,7 +163,7 @@ def _run_batch(some: list[WaitingUnits]) -> None:
     if features is None:
         for one in some:
             with one.isolate_error():
-                one.live.encode(one.frames)
+                one.live.encode_frames(one.frames)
         return
     passes, alone = list[tuple[WaitingUnits, StreamPass, Tensor]](), list[tuple[Any, ...]]()
     for one, own in zip(some, features.split([one.units for one in some]), strict=True):
@@ -180,7 +180,9 @@ def _run_batch(some: list[WaitingUnits]) -> None:
             passes.append((one, stream_pass, rows))
     if passes:
         each = [(one.forward(), len(rows), lead.hidden) for one, _, rows in passes]
-        _, errors = lead.adapter.run_each(each, torch.cat([rows for _, _, rows in passes]), units=True)
+        _, errors = lead.adapter.run_batched_passes(
+            each, torch.cat([rows for _, _, rows in passes]), units=True
+        )
         for number, (one, stream_pass, _) in enumerate(passes):
             one.error = errors.get(number)
             if one.error is None:

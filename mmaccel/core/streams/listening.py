@@ -28,7 +28,7 @@ class AttentionRecording(MemoryWrapper):
     """
 
     def __init__(self, pruner: TokenPruner, depth: int) -> None:
-        (self._stage,), self._made = pruner.stages(depth), list[AttentionRecordingMemory]()
+        (self._stage,), self._made = pruner.pruning_stages(depth), list[AttentionRecordingMemory]()
         self._pruner = pruner
         self.states: dict[int, list[Tensor]] = {layer: [] for layer in self._stage.hidden}
         self._asked: dict[int, Tensor] = {}
@@ -71,7 +71,7 @@ class AttentionRecording(MemoryWrapper):
         frame = torch.nn.functional.pad(tokens // unit, (0, len(is_video) - count), value=-1)
         layout = TokenLayout.build(torch.where(is_video, VIDEO, TEXT)[None], frame=frame[None])
         at = torch.arange(count, device=home)
-        score: Tensor = self._pruner.score(Signals(hidden=hidden), layout, at)  # type: ignore[attr-defined]
+        score: Tensor = self._pruner.score_candidates(Signals(hidden=hidden), layout, at)  # type: ignore[attr-defined]
         return (score - score.amin() + 1)[None].float()
 
     def __call__(

@@ -76,7 +76,7 @@ class RunningStates(ABC):
         """Restore the recurrent states that `fork` returned, if these have not gone on."""
 
     @abstractmethod
-    def crop(self, count: int) -> None:
+    def undo_rows(self, count: int) -> None:
         """Roll the recurrent states back by the last `count` rows, which belong to an answer."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class RunningStates(ABC):
         """Keep of the tree that ran last only the rows at `path` [k], ascending."""
 
     @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
+    def named_tensors(self) -> dict[str, Tensor]:
         """Return all recurrent states by name, to be saved."""
 
     @abstractmethod
@@ -142,9 +142,9 @@ class StreamInfo:
         end = None if count is None else first + count
         return [self.times[frame] for frame, _ in self.spans[first:end]]
 
-    def moments(self, pace: int, frames: Sequence[int]) -> list[Moment]:
-        """Return the `Moment`s (frame number, seconds) of units of `pace` frames whose first frames are `frames`."""
-        return [(frame, self.times[frame : frame + pace]) for frame in frames]
+    def unit_moments(self, frames_per_unit: int, frames: Sequence[int]) -> list[Moment]:
+        """Return the `Moment`s (frame number, seconds) of the units whose first frames are `frames`."""
+        return [(frame, self.times[frame : frame + frames_per_unit]) for frame in frames]
 
 
 class MemoryWrapper:
@@ -155,11 +155,11 @@ class MemoryWrapper:
     ) -> StreamState:
         """`state`, or what wraps it, for one question on `stream`. The first `before` rows of the question are not its words
         but pending units and the end of the video. `numbers`: for each unit of the memory its number in the stream as shown,
-        the same for every model of this pace, however their memories merge or choose units."""
+        the same for every model of as many frames a unit, however their memories merge or choose units."""
         return state
 
     def run_options(self, kind: str) -> dict[str, Any]:
-        """Return extra arguments of `StreamModel.run` for a forward pass of `kind` ("units", "question", ...)."""
+        """Return extra arguments of `StreamModel.run_layers` for a forward pass of `kind` ("units", "question", ...)."""
         return {}
 
     def forget_after(self, tokens: int) -> None:
@@ -276,17 +276,17 @@ class FairLock:
             self._depth = depth
             self._paused = self._paused and not inside
 
-    def decode(self, one: Speculation, shares: bool) -> None:
+    def decode_answer(self, one: Speculation, shares: bool) -> None:
         """Decode an answer while holding the lock; if it `shares` steps, in a batch with other answers if there are any."""
         self.answers += shares
         try:
             while not one.ended:
-                if shares and self.answers > 1 and one.target.adapter.shares:  # type: ignore[attr-defined]
+                if shares and self.answers > 1 and one.target.adapter.can_batch_answers:  # type: ignore[attr-defined]
                     one.target.together = BatchedAnswerSteps(self)
                     with self.release_temporarily():
                         self.batch.run([one])
                 else:
-                    one.advance()
+                    one.commit_next_tokens()
         finally:
             self.answers -= shares
 

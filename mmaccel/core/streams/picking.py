@@ -27,7 +27,7 @@ def encode_selected_frames(
 ) -> tuple[StreamState, Callable[[], dict[int, UnitEvidence]]]:
     """Return a memory of keys and values of the frames that `state` picks of the stream `live` for a question, and what
     tells its evidence. `check` is called between passes and may raise; `running` are recurrent states, reading along."""
-    fresh, picked = state.new_state(), state.pick_units(getattr(live.around, "paid", {}))
+    fresh, picked = state.new_kv_memory(), state.choose_units(getattr(live.around, "paid", {}))
     live.around.forget_after(0)
     live.run_prompt_head(fresh, running=running)
     if live.kv.ingests:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mmaccel.core.attach import StreamAdapter
-from mmaccel.core.errors import ModelError, shown
+from mmaccel.core.errors import ModelError, quoted
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
@@ -81,10 +81,10 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
     heard = {n: kept for n, kept in states.items() if len(kept) == len(info.spans) * info.tokens_per_unit > 0}
     tensors |= {f"heard {layer}": kept for layer, kept in heard.items()}
     if live.running is not None:
-        tensors |= live.running.tensors()
+        tensors |= live.running.named_tensors()
     checkpoint_io.write_tensors(folder / FILM, tensors)
     return {
-        "model": adapter.signature(),
+        "model": adapter.weights_checksum(),
         "dtype": _name(adapter.dtype),
         "size": info.size,
         "fps": None if info.fps is None else float(info.fps),
@@ -104,12 +104,12 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
 def check_saved_model(where: Path, facts: dict[str, Any], adapter: StreamAdapter) -> None:
     """Raise `ModelError` unless `facts` name the weights and the type of the model of `adapter`."""
     dtype = _name(adapter.dtype)
-    if facts["model"] != adapter.signature():
+    if facts["model"] != adapter.weights_checksum():
         raise ModelError(
             f"{where} was saved from another model; give the model it was saved with (--model MODEL)."
         )
     if facts["dtype"] != dtype:
-        kind = shown(facts["dtype"])[1:-1]
+        kind = quoted(facts["dtype"])[1:-1]
         raise ModelError(
             f"{where} was saved from a model in {kind} and this one is in {dtype}; load the model in {kind}."
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attach import StreamAdapter, adapter_for, stream_attention_config
-from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended, Reply
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended, StreamedAnswer
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
@@ -61,7 +61,7 @@ class VideoSession(FrameIntake):
         self._kv = stream_policy(self.recipe)
         self._stream_adapter: StreamAdapter = adapter_for(model).stream_adapter(model, processor)
         self._stream_adapter.attention = stream_attention_config(self.recipe, self._stream_adapter)
-        self.recipe.draft.check(self._stream_adapter.view)
+        self.recipe.draft.check_target(self._stream_adapter.view)
         self._processor = processor
         self._meter = Meter()
         self.history: list[Mapping[str, Any]] = []
@@ -153,7 +153,7 @@ class VideoSession(FrameIntake):
     @overload
     def ask(
         self, question: str | Messages, max_new_tokens: int = ..., *, stream: Literal[True], **how: Any
-    ) -> Reply: ...
+    ) -> StreamedAnswer: ...
 
     def ask(
         self,
@@ -166,14 +166,14 @@ class VideoSession(FrameIntake):
         chat: bool = False,
         between: tuple[float, float] | None = None,
         **settings: Any,
-    ) -> Answer | Reply:
+    ) -> Answer | StreamedAnswer:
         """Answer a question on what was watched so far; the stream stays as it was.
 
         question  a text; content pieces, such as ``{"type": "image", "image": ...}``; or messages, ``{"role": "user",
                   "content": ...}``: earlier turns of user and assistant, and a system message, which is read after the
                   video, for the stream begins with the template's own. Earlier turns are text, and no part of the stream
         max_new_tokens  most tokens of the answer
-        stream    return the text in pieces as it is generated (`Reply`), instead of the whole `Answer`
+        stream    return the text in pieces as it is generated (`StreamedAnswer`), instead of the whole `Answer`
         timeout   seconds from the start of this call; the answer then ends with the tokens generated so far, perhaps none
         evidence  also find the frames that the answer is based on; False answers a long question sooner
         chat      read the turns in `history` before it, and append question and answer there
@@ -191,7 +191,7 @@ class VideoSession(FrameIntake):
         if not stream:
             return work(None)
         (self._stream_adapter.question_ids if self._frame_comes() else self._check)(question)
-        return Reply(work, deadline)
+        return StreamedAnswer(work, deadline)
 
     def ask_all(
         self, questions: Sequence[str | Messages], max_new_tokens: int = MAX_NEW_TOKENS, **how: Any
@@ -327,7 +327,7 @@ class VideoSession(FrameIntake):
 
     def _told(self, meter: Meter, counters: dict[str, float]) -> Report:
         own, device = self._stream_adapter.attention, self._stream_adapter.device
-        whole = meter.joined_with(own.meter, (0, 0) if self._live is None else self._live.video)
+        whole = meter.joined_with(own.meter, (0, 0) if self._live is None else self._live.token_counts)
         why = "" if own.choice is None else own.choice.why
         return whole.report(self.recipe.to_dict(), own.backend, counters, device, why)
 
@@ -387,7 +387,7 @@ class VideoSession(FrameIntake):
             if self._live is not None:
                 self._live.close()
             self._live, self._closed = None, True
-            self._stream_adapter.view.release()
+            self._stream_adapter.view.close_cached_objects()
 
     def __enter__(self) -> VideoSession:
         return self

@@ -25,7 +25,7 @@ from shutil import rmtree
 from typing import Any
 
 from mmaccel.core.attach import StreamAdapter
-from mmaccel.core.errors import MmaccelError, ModelError, shown
+from mmaccel.core.errors import MmaccelError, ModelError, quoted
 from mmaccel.core.files import checkpoint_io, outside
 from mmaccel.core.files.checkpoint_io import lock_folder, sync_to_disk, write_owner_only_text
 from mmaccel.core.memory.kv import StreamPolicy
@@ -175,7 +175,7 @@ def _read(where: Path) -> dict[str, Any]:
     form, version, data = facts["format"], facts["version"], facts.get("data")
     if form != FORMAT or version not in range(UNSEALED, VERSION + 1):
         raise ModelError(
-            f"{where} is {shown(form)} of version {version}; this mmaccel reads version {VERSION}."
+            f"{where} is {quoted(form)} of version {version}; this mmaccel reads version {VERSION}."
         )
     if not (all(map(_is_session_file, facts["files"])) and (data is None or _is_data(data))):
         raise damaged_error(where, f"the list of files in {FACTS} is none")
@@ -195,7 +195,7 @@ def _load(where: Path, adapter: StreamAdapter, recipe: Recipe, kv: StreamPolicy)
         recipe.kv
     ):
         raise ModelError(
-            f"{where} was saved with kv {shown(saved, 200)}; open the session with the same kv and fields."
+            f"{where} was saved with kv {quoted(saved, 200)}; open the session with the same kv and fields."
         )
     # Before version 4 the files were in the folder itself.
     data = where / facts.get("data", "")

@@ -280,13 +280,13 @@ def frame_size(frames: Tensor) -> tuple[int, int]:
     return int(frames.shape[2]), int(frames.shape[3])
 
 
-def units_in_pass(frames: Tensor, pace: int, most: int) -> int:
-    """Return how many units, of `pace` frames like `frames` [T, 3, H, W], a pass of an ingestion takes: `most`, or as many
-    as are `WAITING` bytes."""
-    return min(most, max(1, WAITING // (pace * frames.shape[1:].numel())))
+def units_in_pass(frames: Tensor, frames_per_unit: int, most: int) -> int:
+    """Return how many units of frames like `frames` [T, 3, H, W] a pass of an ingestion takes: `most`, or as many as are
+    `WAITING` bytes."""
+    return min(most, max(1, WAITING // (frames_per_unit * frames.shape[1:].numel())))
 
 
-def pad_to_units(frames: Tensor, pace: int) -> Tensor:
-    """Pad `frames` to whole units of `pace` frames by repeating the last one, as processors do."""
-    short = -len(frames) % pace
+def pad_to_units(frames: Tensor, frames_per_unit: int) -> Tensor:
+    """Pad `frames` to whole units of `frames_per_unit` frames by repeating the last one, as processors do."""
+    short = -len(frames) % frames_per_unit
     return torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)]) if short else frames

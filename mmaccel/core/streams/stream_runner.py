@@ -55,7 +55,7 @@ class GuardedDraftStream:
                 self.stream = watch()
 
     @classmethod
-    def of(cls, draft: DraftStrategy, target: ModelView, told: DraftStreamSettings) -> GuardedDraftStream:
+    def open(cls, draft: DraftStrategy, target: ModelView, told: DraftStreamSettings) -> GuardedDraftStream:
         """Return the stream that `draft` opens, if it asks for one."""
         asks = draft.active and "video" in draft.needs
         return cls(partial(draft.open_stream, target, told) if asks else None)
@@ -100,7 +100,7 @@ class GuardedDraftStream:
                 stream.end_ingest()
 
     @contextmanager
-    def asked(self, question: Any, room: int, around: MemoryWrapper) -> Iterator[DraftStream | None]:
+    def question_scope(self, question: Any, room: int, around: MemoryWrapper) -> Iterator[DraftStream | None]:
         """Context of a question that the target has read with `around`; gives the draft's stream, if there is one."""
         try:
             with self.drop_on_error() as stream:
@@ -146,11 +146,11 @@ class StreamRunner:
         pruner, depth = adapter.attention.recipe.draft.pruner, adapter.view.geometry.layers
         self.around = MemoryWrapper() if pruner is None else AttentionRecording(pruner, depth)
         self._warned, self._full, self.ingests, self.pruned = False, False, False, dict[str, float]()
-        fps = float(adapter.pace) if info.timed and info.fps is None else info.fps
+        fps = float(adapter.frames_per_unit) if info.timed and info.fps is None else info.fps
         ids, head = adapter.position_ids(info.size, fps), adapter.head_ids().numel()
-        words, pace, dtype = adapter.text_around_unit, adapter.pace, adapter.dtype
+        words, unit, dtype = adapter.text_around_unit, adapter.frames_per_unit, adapter.dtype
         self.stream = Stream(
-            tokens_per_unit=tokens, words=words, head=head, pace=pace, positions=ids, dtype=dtype
+            tokens_per_unit=tokens, words=words, head=head, frames_per_unit=unit, positions=ids, dtype=dtype
         )
         one = len(set(adapter.layer_devices)) == 1
         opened = kv.open_stream if one else partial(create_multi_device_state, kv, adapter.layer_devices)
@@ -163,7 +163,7 @@ class StreamRunner:
         self.running = adapter.new_running_states()
 
     @classmethod
-    def begin(
+    def start_stream(
         cls,
         adapter: StreamModel,
         kv: StreamPolicy,
@@ -175,7 +175,8 @@ class StreamRunner:
     ) -> StreamRunner:
         """Start a stream for frames like `frames`, and run the prompt before the video. `timed`: times are known."""
         size = frames.shape[2], frames.shape[3]
-        features, marks = adapter.features(pad_to_units(frames[: adapter.pace], adapter.pace), size)
+        unit = adapter.frames_per_unit
+        features, marks = adapter.features(pad_to_units(frames[:unit], unit), size)
         unit = adapter.embed_units(features, [(0, [0.0])]).shape[1]
         live = cls(
             adapter,
@@ -211,42 +212,41 @@ class StreamRunner:
             self.state.begin_ingest()
         elif not (isinstance(self.state, FrameMemory) or self.adapter.attention.recipe.sparse.dense):
             self.adapter.attention.meter.add_note(WATCHED)
-        info, pace = self.info, self.adapter.pace
-        before = len(info.times)
-        frames = self._alike(frames)
+        info, per_unit = self.info, self.adapter.frames_per_unit
+        before, frames = len(info.times), self._alike(frames)
         if info.pending is not None:
             frames = torch.cat([info.pending.to(frames.device), frames])
         pending = frames.shape[0] - len(moments)
-        whole = frames.shape[0] // pace
-        step = units_in_pass(frames, pace, self.bulk) if ingest else self._step
+        whole = frames.shape[0] // per_unit
+        step = units_in_pass(frames, per_unit, self.bulk) if ingest else self._step
         self.ingests = ingest
         first = 0
         try:
             for first in range(0, whole, step):
                 last = min(first + step, whole)
-                shown = moments[len(info.times) - before : last * pace - pending]
-                some, turns = frames[first * pace : last * pace], self.adapter.turns
+                shown = moments[len(info.times) - before : last * per_unit - pending]
+                some, turns = frames[first * per_unit : last * per_unit], self.adapter.turns
                 if turns.is_contended:
                     ours = run_waiting_units(WaitingUnits(self, some, shown), deadline)
                     waited, others = ours.waited, ours.others
                 else:
                     with turns.holding(deadline) as waited:
                         info.times += shown
-                        self._moved = moved and partial(moved, max(0, first * pace - pending), len(shown))
-                        self.encode(some)
+                        self._moved = moved and partial(moved, max(0, first * per_unit - pending), len(shown))
+                        self.encode_frames(some)
                     others = 0.0
                 self.waits.append(waited)
                 self.waited_s += waited + others
-                progress(last * pace - pending)
+                progress(last * per_unit - pending)
         except Ended:
-            taken = max(0, first * pace - pending)
+            taken = max(0, first * per_unit - pending)
             del info.times[before + taken :]
             info.pending = info.pending if first == 0 else None
             return taken
         finally:
             self.ingests, self._moved = False, None
         info.times += moments[len(info.times) - before :]
-        rest = frames[whole * pace :]
+        rest = frames[whole * per_unit :]
         info.pending = rest.clone() if len(rest) else None
         if len(rest):
             progress(len(info.times) - before)
@@ -281,23 +281,23 @@ class StreamRunner:
         info.raw = size
         return frames
 
-    def encode(self, frames: Tensor) -> None:
-        """Take whole units of frames [n * pace, 3, H, W] into the memory."""
-        info, state, pace = self.info, self.state, self.adapter.pace
+    def encode_frames(self, frames: Tensor) -> None:
+        """Take whole units of frames [T, 3, H, W] into the memory."""
+        info, state, per_unit = self.info, self.state, self.adapter.frames_per_unit
         if not isinstance(state, FrameMemory):
             return self.run_units(state, *self.record_units(self.adapter.features(frames, info.size)[0]))
         state.store_frames(frames)
         start = sum(info.spans[-1]) if info.spans else 0
-        info.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
+        info.spans += [(start + i, per_unit) for i in range(0, frames.shape[0], per_unit)]
 
     def record_units(self, features: Tensor) -> tuple[Tensor, list[int]]:
         """Record which frames the units with `features` [n, P, E] span, merged if the memory merges units; return the
         features [m, P, E] to run and each unit's first frame, for `run_units`."""
-        spans, pace = self.info.spans, self.adapter.pace
+        spans, per_unit = self.info.spans, self.adapter.frames_per_unit
         start = sum(spans[-1]) if spans else 0
         features, counts = self.state.merge_units(features)
-        begins = [start + pace * past for past in itertools.accumulate(counts, initial=0)][: len(counts)]
-        spans += [(begin, count * pace) for begin, count in zip(begins, counts, strict=True)]
+        begins = [start + per_unit * past for past in itertools.accumulate(counts, initial=0)][: len(counts)]
+        spans += [(begin, count * per_unit) for begin, count in zip(begins, counts, strict=True)]
         return features, begins
 
     def run_units(self, state: StreamState, features: Tensor, numbers: Sequence[int], **how: Any) -> None:
@@ -323,7 +323,7 @@ class StreamRunner:
         part, frames = features[:count], numbers[:count]
         shown, wide = tuple(info.times[frame] for frame in frames), adapter.view.geometry.hidden
         look = part[..., :wide].float().mean(1) if "look" in self.kv.needs else None
-        part = adapter.embed_units(part, info.moments(adapter.pace, frames))
+        part = adapter.embed_units(part, info.unit_moments(adapter.frames_per_unit, frames))
         rows = count * info.tokens_per_unit
         told: dict[str, Any] = {"times": shown, "look": look, "pause": adapter.turns.yield_to_answers}
         return StreamPass(kind="units", rows=rows, first=first, count=count, **told), part.flatten(0, 1)
@@ -331,7 +331,7 @@ class StreamRunner:
     @cached_property
     def _proxy(self) -> Tensor:
         """[n, E] embeddings of the template's words between a question and its answer."""
-        question = self.adapter.question("?")
+        question = self.adapter.make_question("?")
         rows = question.embeds[question.words[1] :]
         return rows if len(rows) else question.embeds[-1:]  # a prompt may end with its words
 
@@ -340,13 +340,13 @@ class StreamRunner:
         self.run_pass(state, StreamPass(kind="head", rows=len(embeds)), embeds, **how)
 
     def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
-        """Run `stream_pass` over `embeds` [n, E] with memory `state`; return final states [n, E] (`StreamModel.run`)."""
+        """Run `stream_pass` over `embeds` [n, E] with memory `state`; return final states (`run_layers`)."""
         how |= {} if self.draft_stream.failed else self.around.run_options(stream_pass.kind)
         running = how.setdefault("running", self.running)
         with restore_states_at_exit(running if stream_pass.kind == "proxy" else None):
             stream_pass.pause()
             state.begin_pass(stream_pass)
-            hidden = self.adapter.run(state, embeds, self.hidden, **how)
+            hidden = self.adapter.run_layers(state, embeds, self.hidden, **how)
             stream_pass.pause()
             state.end_pass()
         return hidden
@@ -389,7 +389,7 @@ class StreamRunner:
         return counted
 
     @property
-    def video(self) -> tuple[int, int]:
+    def token_counts(self) -> tuple[int, int]:
         """Numbers of visual tokens and of units (frames) that the stream has taken in."""
         units = len(self.info.spans)
         return units * (self.stream.tokens_per_unit - sum(self.stream.words)), units

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import ModelError, check_text, shown
+from mmaccel.core.errors import ModelError, check_text, quoted
 from mmaccel.core.files import outside
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.streams.parts import StreamInfo
@@ -51,12 +51,12 @@ def make_timed_text(begin: Any, end: Any, text: Any, call: str = "tell") -> Time
     end = begin if end is None else end
     if not all(isinstance(one, int | float) for one in (begin, end)) or not 0 <= begin <= end < LATEST:
         raise ModelError(
-            f"{call}: a text cannot be from {shown(begin)} to {shown(end)} s; give two times, from 0 s on."
+            f"{call}: a text cannot be from {quoted(begin)} to {quoted(end)} s; give two times, from 0 s on."
         )
     text = " ".join(check_text(text, call).split()) if isinstance(text, str) else text
     if not isinstance(text, str) or not 0 < len(text) <= LONGEST:
         raise ModelError(
-            f"{call}: {shown(text)} is no text of 1 to {LONGEST} characters; give some, or leave it out."
+            f"{call}: {quoted(text)} is no text of 1 to {LONGEST} characters; give some, or leave it out."
         )
     return TimedText(float(begin), float(end), text)
 
@@ -69,7 +69,7 @@ def read_timed_lines(given: Any) -> list[TimedText]:
     for one in given or ():
         if not isinstance(one, tuple | list) or len(one) != 3:
             raise ModelError(
-                f"subtitles: {shown(one)} is no line; give (begin, end, text), in seconds, or a file."
+                f"subtitles: {quoted(one)} is no line; give (begin, end, text), in seconds, or a file."
             )
         begin, end, text = one
         made.append(make_timed_text(begin, end, text, "subtitles"))
@@ -77,14 +77,14 @@ def read_timed_lines(given: Any) -> list[TimedText]:
 
 
 def _cues(path: str | os.PathLike[str]) -> Iterable[TimedText]:
-    name, fix = shown(os.fspath(path), outside.PATH)[1:-1], "give an SRT or WebVTT file"
+    name, fix = quoted(os.fspath(path), outside.PATH)[1:-1], "give an SRT or WebVTT file"
     words, cues = list[str](), list[tuple[int, float, float, list[str]]]()
     text = outside.read_text(path, f"subtitles: {name}", ModelError, most=FILE_BYTES, fix=fix)
     for number, row in enumerate(text.splitlines(), 1):
         if "-->" in row:
             if (found := CUE.fullmatch(row)) is None:
                 raise ModelError(
-                    f"subtitles: line {number} of {name} has no two times: {shown(row)}; {WRITE}."
+                    f"subtitles: line {number} of {name} has no two times: {quoted(row)}; {WRITE}."
                 )
             parts = [float(part.replace(",", ".")) for part in found.groups("0")]
             begin, end = (3600 * h + 60 * m + s for h, m, s in (parts[:3], parts[3:]))

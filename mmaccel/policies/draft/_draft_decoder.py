@@ -94,7 +94,7 @@ class DraftDecoder:
         self._warp, self._random = warp, torch.Generator().manual_seed(seed)
         if stream is not None:
             self._prompt = inputs["input_ids"][0].cpu()
-            self._runner = runner = stream.read()
+            self._runner = runner = stream.read_question()
             self._after_prompt, self.pruned = runner.logits[0], stream.pruned
         else:
             self.announce_prompt(inputs)

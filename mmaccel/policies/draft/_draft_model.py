@@ -17,7 +17,7 @@ from mmaccel.core.attach import StreamModel, adapter_for
 from mmaccel.core.decoding.draft import DraftState, DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
-from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
+from mmaccel.core.errors import DraftError, ModelError, RecipeError, quoted
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.prefill.prune import TokenPruner
@@ -40,11 +40,11 @@ def draft_folder(name: str, target: ModelView, model: str) -> str:
     """Return the draft model's folder; raises `DraftError` if it should be beside the target's, and is not."""
     if model != BESIDE:
         return model
-    if target.folder is None:
+    if target.model_folder is None:
         where = "the target was loaded from no folder"
     else:
         # Whole: "." has no name.
-        beside = Path(f"{os.path.abspath(target.folder)}-draft")
+        beside = Path(f"{os.path.abspath(target.model_folder)}-draft")
         if beside.is_dir():
             return str(beside)
         where = f"there is no folder {beside}"
@@ -123,7 +123,7 @@ class DraftModelStrategy(DraftStrategy):
         super().__post_init__()
         if not self.model or not isinstance(self.model, str | nn.Module):
             raise RecipeError(
-                f"{self.name}: model is {shown(self.model)}; give the draft model's folder, "
+                f"{self.name}: model is {quoted(self.model)}; give the draft model's folder, "
                 "a shipped name, 'beside' for the folder next to the target's, or the loaded model."
             )
 
@@ -131,7 +131,7 @@ class DraftModelStrategy(DraftStrategy):
         """Return sentences for the report on those fields of the draft that have no effect on this prompt."""
         return []
 
-    def check(self, target: ModelView) -> None:
+    def check_target(self, target: ModelView) -> None:
         self.peer(target)
 
     def peer(self, target: ModelView) -> ModelView:
@@ -140,7 +140,7 @@ class DraftModelStrategy(DraftStrategy):
         model = draft_folder(self.name, target, self.model) if isinstance(self.model, str) else self.model
         try:
             reader = target.causal_lm(model) if self.reads_text else None
-            peer = reader or target.peer(model)
+            peer = reader or target.other_model_view(model)
         except ModelError as error:
             raise DraftError(f"{MODEL}: {error}") from error
         if reader is None and peer.adapter.name != target.adapter.name:
@@ -178,7 +178,7 @@ class VideoDraftStrategy(DraftModelStrategy):
         prune = None if self.prune is None else policy("prune", self.prune, "draft.prune")
         if prune is not None and not isinstance(prune, TokenPruner):
             raise RecipeError(
-                f"draft.prune is {shown(self.prune)}; give a pruner's name, a mapping with a name, or null."
+                f"draft.prune is {quoted(self.prune)}; give a pruner's name, a mapping with a name, or null."
             )
         if prune is not None and prune.stage != "draft":
             drafts = registry("prune").matching_names_text(lambda cls: cls.stage == "draft")
@@ -190,7 +190,7 @@ class VideoDraftStrategy(DraftModelStrategy):
         kv = None if self.kv is None else policy("kv", self.kv, "draft.kv")
         if kv is not None and not isinstance(kv, StreamPolicy):
             raise RecipeError(
-                f"draft.kv is {shown(self.kv)}; give a memory of streams, or null for one like the target's."
+                f"draft.kv is {quoted(self.kv)}; give a memory of streams, or null for one like the target's."
             )
         object.__setattr__(self, "kv", kv)
 
@@ -360,7 +360,7 @@ class DraftModelState(DraftState):
             deadline.check()
             began = time_after_device_work(self._device)
             if isinstance(self._stream, LocalDraftStream):
-                asked = self._stream.read(deadline)
+                asked = self._stream.read_question(deadline)
                 self._runner, self._pruned, self._counted = asked, self._stream.pruned, asked.counted
             else:
                 self._tell(self._unread)

@@ -104,7 +104,7 @@ class RemoteDrafter(ProcessClient):
         self._open[self.number] = self
         own = (stream.number,) if isinstance(stream, RemoteDraftStream) else ()
         numbers = self.number, int(pruned), int(compact), seed, *own
-        self._worker.post(BEGIN, *numbers, blob=make_packer(dict(inputs), _packed(warp)))
+        self._worker.send_in_background(BEGIN, *numbers, blob=make_packer(dict(inputs), _packed(warp)))
         if previous is not None:
             previous.over.detach()  # only now: a turn from which nothing goes on is to be freed
 

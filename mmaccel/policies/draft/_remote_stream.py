@@ -77,7 +77,7 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         call = pickle.dumps(("open", (adapter, replace(told, prompt=None, deadline=None))))
         call += bytes(-len(call) % ALIGN)
         packed = list if inputs is None else make_packer(inputs)
-        worker.post(CALL, self.number, len(call), blob=lambda: [call, *packed()])
+        worker.send_in_background(CALL, self.number, len(call), blob=lambda: [call, *packed()])
 
     def add_frames(
         self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool, ingest: bool = False
@@ -106,7 +106,7 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         self._out += 1
         numbers, blob = (CALL, self.number, len(call)), list[Blob]([call, *(one.raw() for one in arrays)])
         if later:
-            self._worker.post(*numbers, blob=lambda: blob)
+            self._worker.send_in_background(*numbers, blob=lambda: blob)
         else:
             self._worker.send(*numbers, blob=blob)
 

@@ -111,11 +111,11 @@ class Parallel(VideoDraftStrategy):
     def max_rollback(self) -> int:
         return (self.window or self.most) + 1
 
-    def check(self, target: ModelView) -> None:
+    def check_target(self, target: ModelView) -> None:
         if self.process and not target.config_only:
             self._worker(target)
         else:
-            super().check(target)
+            super().check_target(target)
 
     def open_stream(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         if not self.process:
@@ -135,7 +135,7 @@ class Parallel(VideoDraftStrategy):
         else:
             engine = LocalDrafter(self.peer(target), vocab, target.device)
         measured = self.prune_when == "measured"
-        shares = target.cached("parallel shares", lambda: ReadingChoice(bare_s)) if measured else None
+        shares = target.get_or_create("parallel shares", lambda: ReadingChoice(bare_s)) if measured else None
         return Pipeline(engine, self, model_devices(target.model), vocab, shares)
 
     def _worker(self, target: ModelView) -> Worker:
@@ -160,7 +160,7 @@ class Parallel(VideoDraftStrategy):
                 raise DraftError(f"{'' if str(error).startswith(MODEL) else 'parallel: '}{error}") from error
             return worker
 
-        worker: Worker = target.cached(f"parallel {options}", begin, lambda worker: worker.alive)
+        worker: Worker = target.get_or_create(f"parallel {options}", begin, lambda worker: worker.alive)
         worker.wire.silence_s = self.timeout_s
         return worker
 
@@ -264,7 +264,7 @@ class Pipeline(DraftState):
         self._send()
         return _Turn(self._engine.state_for_next_turn(self._prompt), self._pruner is not None)
 
-    def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
+    def prompt_pruner(self, given: TokenPruner | None) -> TokenPruner | None:
         return self._pruner
 
     def keep_columns(self, columns: Tensor) -> None:
@@ -298,7 +298,7 @@ class Pipeline(DraftState):
         self._judged = self._ahead + len(tail)
         return self._proposal(place, tail)
 
-    def observe(self, committed: Tensor, kept: int) -> None:
+    def observe_committed(self, committed: Tensor, kept: int) -> None:
         tokens = committed.tolist()
         first = not self._said
         if first and self._busy:

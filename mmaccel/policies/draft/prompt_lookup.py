@@ -71,7 +71,7 @@ class _Finder(DraftState):
                 return Proposal(torch.tensor(self._tokens[end : end + count]))
         return Proposal.empty()
 
-    def observe(self, committed: Tensor, kept: int) -> None:
+    def observe_committed(self, committed: Tensor, kept: int) -> None:
         self._take(committed.tolist())
         self._remaining -= committed.numel()
 

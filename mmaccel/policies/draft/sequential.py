@@ -118,7 +118,7 @@ class Drafter(DraftModelState):
         self._drafted += len(drafted)
         return Proposal(torch.cat(drafted), q=torch.stack(rows) if rows else None)
 
-    def observe(self, committed: Tensor, kept: int) -> None:
+    def observe_committed(self, committed: Tensor, kept: int) -> None:
         committed = committed.to(self._tokens[0].device)
         run = min(kept, self._fed)
         if run < self._fed:

@@ -125,7 +125,7 @@ class _Memory(FullState):
     def length(self) -> int:
         return super().length() + self._gone
 
-    def reorder(self, rows: Tensor) -> None:
+    def select_sequences(self, rows: Tensor) -> None:
         raise ModelError("sparse_to_dense: the sparse memory is of one sequence.")
 
 
@@ -148,7 +148,7 @@ class _Sparse(DraftState, ForwardProbe):
         self._layout = layout if prompt.past is None else prompt.past.append_turn(layout)
         self._asked = observation_columns(self._layout, layout.length)
 
-    def probe(self) -> ForwardProbe:
+    def target_prefill_probe(self) -> ForwardProbe:
         return self
 
     def read_attention_inputs(
@@ -188,7 +188,7 @@ class _Sparse(DraftState, ForwardProbe):
         held = dense.held_indices(dense.part_index_of_layer(layer), self._layout.length)
         return None if held is None else held.to(self._asked.device)
 
-    def observe(self, committed: Tensor, kept: int) -> None:
+    def observe_committed(self, committed: Tensor, kept: int) -> None:
         if self._runner is None:
             self._open()
         self._remaining -= committed.numel()

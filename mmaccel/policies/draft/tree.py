@@ -87,7 +87,7 @@ class _Gardener(DraftModelState):
             runner.truncate(mark)
         return Proposal(torch.tensor(tokens), parents=torch.tensor(parents))
 
-    def observe(self, committed: Tensor, kept: int) -> None:
+    def observe_committed(self, committed: Tensor, kept: int) -> None:
         committed = committed.to(self._pending.device)
         self._pending = torch.cat([self._pending, committed])
         self._said = torch.cat([self._said, committed])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.decoding.replay import CudaGraphCache
-from mmaccel.core.errors import RecipeError, shown, warn
+from mmaccel.core.errors import RecipeError, quoted, warn
 from mmaccel.core.memory.footprint import Footprint
 from mmaccel.core.memory.kv import CacheSlot, KVView, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.registry import FieldLimit, Policy, at_least, limited, register, with_base_dir
@@ -101,7 +101,9 @@ class HostPolicy(StreamPolicy):
         """Put into field `kind` the part that its name or mapping means; raises `RecipeError` if that is no `base`."""
         part = built(kind, getattr(self, kind), f"{self.name}: {kind}")
         if not isinstance(part, base):
-            raise RecipeError(f"{self.name}: {kind} is {shown(part)}; give a name, or a mapping with a name.")
+            raise RecipeError(
+                f"{self.name}: {kind} is {quoted(part)}; give a name, or a mapping with a name."
+            )
         object.__setattr__(self, kind, part)
 
     @classmethod
@@ -110,7 +112,7 @@ class HostPolicy(StreamPolicy):
             fields = {**fields, "store": with_base_dir(store, folder, "folder")}
         return with_base_dir(fields, folder, "folder")  # where earlier versions had it
 
-    def for_layers(self, share: float) -> StreamPolicy:
+    def for_layer_share(self, share: float) -> StreamPolicy:
         most = self.store.host_bytes
         if most is None:
             return self
@@ -129,7 +131,7 @@ class HostPolicy(StreamPolicy):
             if one.part:
                 moved.setdefault(one.part, {})[name] = value
             elif type(value) not in known and not any(same):
-                told = f"the field {name} is gone, and {shown(value)} is not what it became"
+                told = f"the field {name} is gone, and {quoted(value)} is not what it became"
                 raise RecipeError(f"{cls.name}: {told}: {one.why}; leave it out.")
             elif value != one.default:
                 told = f"the field {name} is gone, and it changed no answer"
@@ -141,7 +143,7 @@ class HostPolicy(StreamPolicy):
                 raise RecipeError(f"{cls.name}: {names} are fields of the {part}; set them there.")
             for name, value in some.items():
                 if own.get(name, value) != value:
-                    told = f"{name} is {shown(value)}, and another in its {part}"
+                    told = f"{name} is {quoted(value)}, and another in its {part}"
                     raise RecipeError(f"{cls.name}: {told}; set it there alone.")
             given[part] = {**own, **some}
             told = ", ".join(f"{name}: {'null' if x is None else x}" for name, x in given[part].items())
@@ -199,8 +201,8 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
         if self.thin and self.keep_seconds is None:
             raise RecipeError(f"{self.name}: thin has no effect without keep_seconds; give it too.")
 
-    def footprint(self, tokens: int, pace: int) -> Footprint:
-        own, shown = super().footprint(tokens, pace), self.frames + self.local
+    def footprint(self, tokens: int, frames_per_unit: int) -> Footprint:
+        own, shown = super().footprint(tokens, frames_per_unit), self.frames + self.local
         own = replace(own, shown=shown, recalled=self.frames, cache=self.cache, clusters=self.index.clusters)
         return replace(own, host=None, evicts=self.store.spill == "drop_oldest")
 
@@ -314,7 +316,7 @@ class SharedArchive(ArchivedMemory):
         if most is None or most.store.slabs.memory_bytes() <= own + most.store.slabs.slab_bytes:
             return False
         most.prefetcher.update_counters()
-        units = most.store.shrink()
+        units = most.store.free_last_slab()
         most._forget(units or ())
         return units is not None
 

@@ -269,10 +269,10 @@ class Index(ABC):
         self, layer: int, found: SearchResult, out: Tensor, head: int, left: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values of the k best-scored clusters, best first and retrieved ones last, into `out` [2, G, k, D];
-        return their times [k] and the score bias of the head and of them (`clusters.summary_tokens`): -inf from index `left`
+        return their times [k] and the score bias of the head and of them: -inf from index `left`
         [1] on, where there is no cluster."""
         rows, size = (self.key[layer], self.value[layer]), self._now.lists.size[layer]
-        return clusters.summary_tokens(
+        return clusters.write_summary_tokens(
             found.scores, found.picked, size, rows, self.time[layer], out, head, left, 0
         )
 

@@ -42,11 +42,13 @@ class Bases:
 
     def __init__(self, positions: PositionIds, window: int, spare: int = 0) -> None:
         low, high = 0, 1
-        while high < MOST and positions.largest(high) < positions.limit:
+        while high < MOST and positions.largest_position(high) < positions.limit:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if positions.largest(middle) < positions.limit else (low, middle)
+            low, high = (
+                (middle, high) if positions.largest_position(middle) < positions.limit else (low, middle)
+            )
         self._positions, self.window, self.reach = positions, window + spare, low
         # Spare units take no position that a window of up to half the limit has without them.
         self.every = max(low - self.window, window - spare, 1)

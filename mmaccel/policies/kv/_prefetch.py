@@ -139,7 +139,9 @@ class Prefetcher:
     def predict_codes(self, layer: int, entries: Tensor) -> Tensor:
         """Return the codes [n] that `prefetch` copies: of `entries` [n] (-1: none), those only on the host; -1 for others.
         Afterwards `location_codes` says of these that they are where `prefetch` copies them."""
-        return clusters.host_slots(self._tables[layer], self._rows(entries), self._known[:1], self._known[1:])
+        return clusters.find_host_slots(
+            self._tables[layer], self._rows(entries), self._known[:1], self._known[1:]
+        )
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
         """Start to copy the units (frames) that `predict_codes` predicted for a layer from the host."""
@@ -175,7 +177,7 @@ class Prefetcher:
             for side, rows in enumerate(window):
                 held[:, side] = split_units(rows[0], tokens).transpose(0, 1)
 
-        self._store.lanes.compute.run(lay)
+        self._store.lanes.compute_queue.run(lay)
         asked, ready = self._gather(code, out)
         self._brought.append(_Brought(layer, code[:recalled], self._ahead.pop(layer, None), asked, ready))
         return ready
@@ -184,12 +186,12 @@ class Prefetcher:
         """Return keys and values [2, G, n * P, D] of `entries` [n] outside the window, for a pass of the stream; after
         `begin`. `code` [n]: their location codes, if the store is `can_gather`. They are not counted, and the cache stays
         that of the last question."""
-        out = self._store.buffer(len(entries))
+        out = self._store.new_device_buffer(len(entries))
         if code is None:
             self._store.fetch(layer, entries.tolist(), out)
             return out
         _, ready = self._gather(code, out)
-        self._store.lanes.compute.wait(ready)
+        self._store.lanes.compute_queue.wait(ready)
         return out
 
     def cache_units(self, layer: int, entries: Tensor, rows: Tensor) -> None:
@@ -198,7 +200,7 @@ class Prefetcher:
         if count:
             place = self._place(CACHE)[layer * self.room :][:count]
             units = split_units(rows, self._store.shape.tokens)[:, :, skip:].permute(2, 0, 1, 3, 4)
-            self._store.lanes.compute.run(partial(place.copy_, units))
+            self._store.lanes.compute_queue.run(partial(place.copy_, units))
             self._cached[layer, :count] = entries[skip:]
             self._cached[layer, count:].fill_(NEVER)
 
@@ -259,8 +261,8 @@ class Prefetcher:
         self._wanted_later += (covered + missing) * (one.layer > 0)
         begin = one.asked
         if one.ahead is not None:
-            one.ahead.sync()
-            one.asked.sync()
+            one.ahead.wait_on_host()
+            one.asked.wait_on_host()
             slack = one.ahead.seconds(one.asked)
             if slack >= 0:
                 self._counts["in_time"] += covered
@@ -269,7 +271,7 @@ class Prefetcher:
                 self._seconds["waited_seconds"] -= slack
                 begin = one.ahead
         if missing:
-            one.ready.sync()
+            one.ready.wait_on_host()
             self._seconds["waited_missing_seconds"] += begin.seconds(one.ready)
 
     def _begins(self) -> dict[str, int]:

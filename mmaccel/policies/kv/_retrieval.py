@@ -221,7 +221,7 @@ class ArchivedMemory(StreamMemory):
             self.prefetcher.prefetch(layer + 1, ahead)
         angles, asked.bias = self._stand(layer, found, entries, few, name, raw)
         if ready is not None:
-            self.store.lanes.compute.wait(ready)
+            self.store.lanes.compute_queue.wait(ready)
 
         def finish() -> tuple[Tensor, ...]:
             """What was brought is kept in the cache; all of it is turned."""
@@ -266,7 +266,7 @@ class ArchivedMemory(StreamMemory):
             asked, words, model = [query], None, self._model
             if not last:
                 # Without a guess too: what else is computed beside it may change the last bit of a score.
-                coming = None if entering is None else model.norm(layer + 1, entering)
+                coming = None if entering is None else model.input_norm(layer + 1, entering)
                 asked.append(query if coming is None else model.project_query(layer + 1, coming)[0])
             queries = torch.stack([self._folded(one, numbers[:1]) for one in asked])
             if self.index.by_words:
@@ -343,7 +343,7 @@ class ArchivedMemory(StreamMemory):
                 yield
         finally:
             # A question that broke off may still be written to where the next one's columns go.
-            self.store.lanes.join()
+            self.store.lanes.wait_for_copies()
             self.prefetcher.drop_prefetched()
             self.prediction.end_question()
             self._entering = None

@@ -60,8 +60,10 @@ class TokenPolicy(StreamPolicy):
     frames: int = limited(64, at_least(1))
     positions: Literal["original", "compact"] = "original"
 
-    def footprint(self, tokens: int, pace: int) -> Footprint:
-        return Footprint(window=self.frames, ingest=self.frames + (self.clip or pace), shown=self.frames)
+    def footprint(self, tokens: int, frames_per_unit: int) -> Footprint:
+        return Footprint(
+            window=self.frames, ingest=self.frames + (self.clip or frames_per_unit), shown=self.frames
+        )
 
 
 class TokenMemory(StreamMemory):

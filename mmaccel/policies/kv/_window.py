@@ -61,7 +61,7 @@ class WindowedPolicy(StreamPolicy):
         if not 0 <= self.local <= self.window:
             raise RecipeError(f"{self.name}: local is {self.local}; give 0 to `window` ({self.window}).")
 
-    def footprint(self, tokens: int, pace: int) -> Footprint:
+    def footprint(self, tokens: int, frames_per_unit: int) -> Footprint:
         return Footprint(window=self.window, ingest=self.ingest_frames, shown=self.local)
 
     def sizes(self, stream: Stream) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Rope:
     positions [n] or [3, n]; `apply` rotates by them. Named angles are cached until `forget`."""
 
     def __init__(self, model: ModelView, dtype: torch.dtype) -> None:
-        self.angles, self.apply, self.model = partial(model.angles, dtype=dtype), model.apply_rope, model
+        self.angles, self.apply, self.model = partial(model.rope_angles, dtype=dtype), model.apply_rope, model
         self._kept: dict[Hashable, Angles] = {}
         self.forget = self._kept.clear
         self._size = 0

@@ -161,7 +161,7 @@ class FullState(PerLayerKVState):
         key, value = (buffer[:, :, : self._counts[layer]] for buffer in buffers)
         return KVView(key, value)
 
-    def buffers(self, room: int) -> list[Pair]:
+    def layer_buffers(self, room: int) -> list[Pair]:
         found = []
         for layer, held in enumerate(self._buffers):
             if held is None or self._counts[layer] != self._counts[0]:
@@ -182,7 +182,7 @@ class FullState(PerLayerKVState):
     def reset(self) -> None:
         self.__init__(len(self._buffers))  # type: ignore[misc]
 
-    def reorder(self, rows: Tensor) -> None:
+    def select_sequences(self, rows: Tensor) -> None:
         self._batch = rows.numel()
         # See `grow_buffer`: the mode off gives tensors that can be written to anywhere, and would switch gradients on.
         with torch.inference_mode(False), torch.no_grad():

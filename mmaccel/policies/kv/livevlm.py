@@ -50,8 +50,8 @@ class LiveVLM(TokenPolicy):
     page: int = limited(16, at_least(1))
     probes: int | None = limited(None, at_least(1))
 
-    def footprint(self, tokens: int, pace: int) -> Footprint:
-        held, found = super().footprint(tokens, pace), int(self.frames * self.recall)
+    def footprint(self, tokens: int, frames_per_unit: int) -> Footprint:
+        held, found = super().footprint(tokens, frames_per_unit), int(self.frames * self.recall)
         return replace(held, window=self.frames + self.recent, shown=found + self.recent, recalled=found)
 
     def open_stream(

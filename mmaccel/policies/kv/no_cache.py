@@ -55,7 +55,7 @@ class NoCache(StreamPolicy):
                 f"{self.name}: kept is {self.kept}; give at least twice frames, {2 * self.frames}."
             )
 
-    def footprint(self, tokens: int, pace: int) -> Footprint:
+    def footprint(self, tokens: int, frames_per_unit: int) -> Footprint:
         return Footprint(shown=self.frames, host=self.kept, deferred=True)
 
     def open_stream(
@@ -65,12 +65,12 @@ class NoCache(StreamPolicy):
 
 
 class _Frames(FrameMemory):
-    """Stores those units, [pace, 3, H, W] each, whose number is a multiple of `stride`."""
+    """Stores those units, [frames_per_unit, 3, H, W] each, whose number is a multiple of `stride`."""
 
     def __init__(
         self, policy: NoCache, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
-        self.most = max(2, policy.kept // stream.pace)
+        self.most = max(2, policy.kept // stream.frames_per_unit)
         self._parts = stream, geometry, model, device
         self.stream = stream
         self.set_query_fields(policy)
@@ -81,13 +81,13 @@ class _Frames(FrameMemory):
 
     def set_query_fields(self, policy: StreamPolicy) -> None:
         assert isinstance(policy, NoCache)
-        self.budget = max(1, policy.frames // self.stream.pace)
+        self.budget = max(1, policy.frames // self.stream.frames_per_unit)
 
     def store_frames(self, frames: Tensor) -> None:
-        pace = self.stream.pace
-        for start in range(0, len(frames), pace):
+        frames_per_unit = self.stream.frames_per_unit
+        for start in range(0, len(frames), frames_per_unit):
             if self._count % self._stride == 0:
-                self._held[self._count] = frames[start : start + pace].cpu().clone()
+                self._held[self._count] = frames[start : start + frames_per_unit].cpu().clone()
             self._count += 1
             if len(self._held) > self.most:
                 self._stride *= 2
@@ -103,7 +103,7 @@ class _Frames(FrameMemory):
     def limit_to_units(self, first: int, end: int) -> None:
         self._held = {number: frames for number, frames in self._held.items() if first <= number < end}
 
-    def pick_units(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
+    def choose_units(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
         picked = self._pick(paid)
         self._asked["recalled"] += len(picked)
         self._asked["questions"] += 1
@@ -126,7 +126,7 @@ class _Frames(FrameMemory):
     def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
         return min(self.budget, len(self._held)), False
 
-    def new_state(self) -> StreamState:
+    def new_kv_memory(self) -> StreamState:
         return Full().open_stream(*self._parts)
 
     def begin_pass(self, *_: Any, **named: Any) -> Any:
@@ -185,7 +185,7 @@ class _Frames(FrameMemory):
         if stride < 1 or len(range(0, told["units"], stride)) != told["kept"]:
             raise ModelError("state.json: units, stride and kept do not fit; the file is damaged.")
         numbers = list(range(0, told["units"], stride))
-        shape = (self.stream.pace, 3, -1, -1)
+        shape = (self.stream.frames_per_unit, 3, -1, -1)
         held: dict[int, Tensor] = {}
         for begin in range(0, len(numbers), FILE):
             wanted = {str(n): (shape, torch.uint8) for n in numbers[begin : begin + FILE]}

@@ -40,7 +40,7 @@ class Offload(HostPolicy):
         spills = one_of("refuse", "disk", why=", for it keeps everything")
         spills.check("offload: store", "spill", self.store.spill)
 
-    def footprint(self, tokens: int, pace: int) -> Footprint:
+    def footprint(self, tokens: int, frames_per_unit: int) -> Footprint:
         return Footprint(host=None, copied=True)
 
     def open_stream(
@@ -67,7 +67,9 @@ class OffloadStream(FullAttentionStream):
             return key, value
         past = self.store.fetch(layer, range(self._count))
         if stream_pass is not None and stream_pass.kind == "units":
-            self.store.put(layer, range(stream_pass.first, stream_pass.first + stream_pass.count), key, value)
+            self.store.put_layer(
+                layer, range(stream_pass.first, stream_pass.first + stream_pass.count), key, value
+            )
         else:
             end, old = self._extra + key.shape[2], self._turns[layer] or (None, None)
             held_key = grow_buffer(old[0], 2, end, like=key, used=self._extra)
@@ -80,7 +82,7 @@ class OffloadStream(FullAttentionStream):
     def begin_pass(self, stream_pass: StreamPass) -> None:
         super().begin_pass(stream_pass)
         if stream_pass.kind == "units":
-            self.store.reserve(stream_pass.count)
+            self.store.make_room_for(stream_pass.count)
 
     def _cut(self, columns: int) -> None:
         if columns < self.stream.head:

@@ -50,8 +50,8 @@ class Window(StreamPolicy):
     def rollback_limit(self) -> int | None:
         return self.margin
 
-    def footprint(self, tokens: int, pace: int) -> Footprint:
-        frames = -(-self.window // tokens) * pace
+    def footprint(self, tokens: int, frames_per_unit: int) -> Footprint:
+        frames = -(-self.window // tokens) * frames_per_unit
         return Footprint(window=frames, shown=frames)
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
@@ -100,7 +100,7 @@ class WindowState(PerLayerKVState):
         self.__init__(len(self._held), self._sinks, self._window, self._margin)  # type: ignore[misc]
 
     @torch.no_grad()
-    def reorder(self, rows: Tensor) -> None:
+    def select_sequences(self, rows: Tensor) -> None:
         self._batch = rows.numel()
         for held in self._held:
             if held is not None:

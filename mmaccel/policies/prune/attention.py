@@ -36,11 +36,11 @@ class AttentionPrune(FixedRetentionPruner):
     mass: float = limited(0.4, SHARE)
     variation: bool = False
 
-    def stages(self, depth: int) -> tuple[Stage, ...]:
+    def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         groups = ((0,), (depth - 1,)) if self.variation else (tuple(range(depth)),)
         return (Stage(depth, attention=groups, share=self.retention),)
 
-    def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
+    def choose_candidates(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
         groups = signals["attention"].float().mean(1)[:, at]
         score = groups[1] - groups[0] if self.variation else groups[0]
         ranked = score.sort(descending=True, stable=True)

@@ -59,7 +59,7 @@ class DyCoke(TokenPruner):
     def no_tensor_parallel(self) -> str | None:  # type: ignore[override]
         return "forgets by the attention of all heads" if self.forget else None
 
-    def stages(self, depth: int) -> tuple[Stage, ...]:
+    def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         if self.forget and self.layer >= depth:
             raise RecipeError(f"dycoke: layer {self.layer} of a model of {depth}; give 1 to {depth - 1}.")
         return (Stage(0, hidden=(0,), share=(1 + 3 * (1 - self.drop)) / 4),)

@@ -42,10 +42,10 @@ class FastV(ScorePruner):
             )
         return cls(retention=rest, layer=layer)
 
-    def stages(self, depth: int) -> tuple[Stage, ...]:
+    def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         if self.layer >= depth:
             raise RecipeError(f"fastv: layer {self.layer} of a model of {depth}; give 1 to {depth - 1}.")
         return (Stage(self.layer, attention=((self.layer - 1,),), share=self.retention),)
 
-    def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
+    def score_candidates(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         return signals["attention"][0, -1, at]

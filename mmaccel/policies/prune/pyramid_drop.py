@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, quoted
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import ScorePruner, Signals, Stage
 from mmaccel.core.registry import register
@@ -40,11 +40,11 @@ class PyramidDrop(ScorePruner):
         shares = isinstance(at, list | tuple) and all(isinstance(x, float) and 0 < x < 1 for x in at)
         if not at or not shares or list(at) != sorted(set(at)):
             raise RecipeError(
-                f"pyramid_drop: stages_at is {shown(at)}; give rising shares of the depth between 0 and 1."
+                f"pyramid_drop: stages_at is {quoted(at)}; give rising shares of the depth between 0 and 1."
             )
         object.__setattr__(self, "stages_at", tuple(at))
 
-    def stages(self, depth: int) -> tuple[Stage, ...]:
+    def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         layers = [round(x * depth) for x in self.stages_at]
         if layers[0] < 1 or layers != sorted(set(layers)) or layers[-1] >= depth:
             raise RecipeError(
@@ -56,5 +56,5 @@ class PyramidDrop(ScorePruner):
             for rank, layer in enumerate(layers, 1)
         )
 
-    def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
+    def score_candidates(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         return signals["attention"][0, -1, at]

@@ -25,9 +25,9 @@ class RandomPrune(ScorePruner):
 
     seed: int = 0
 
-    def stages(self, depth: int) -> tuple[Stage, ...]:
+    def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         return (Stage(0, share=self.retention),)
 
-    def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
+    def score_candidates(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         lot = torch.randperm(at.numel(), generator=torch.Generator().manual_seed(self.seed))
         return lot.to(at.device)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, quoted
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import (
     KeptTokens,
@@ -66,7 +66,9 @@ class SparseVLM(TokenPruner):
         super().__post_init__()
         shares = self.retention
         if not isinstance(shares, list | tuple) or not shares:
-            raise RecipeError(f"sparsevlm: retention is {shown(shares)}; give a list of shares, one a stage.")
+            raise RecipeError(
+                f"sparsevlm: retention is {quoted(shares)}; give a list of shares, one a stage."
+            )
         for share in shares:
             SHARE.check(self.name, "retention", share)
         if list(shares) != sorted(shares, reverse=True):
@@ -80,14 +82,14 @@ class SparseVLM(TokenPruner):
             fits = isinstance(layers, list | tuple) and all(type(x) is int and x >= 0 for x in layers)
             if not fits or list(layers) != sorted(set(layers)) or len(layers) != len(shares):
                 raise RecipeError(
-                    f"sparsevlm: layers is {shown(layers)}; give rising layer numbers, one a share of retention."
+                    f"sparsevlm: layers is {quoted(layers)}; give rising layer numbers, one a share of retention."
                 )
             object.__setattr__(self, "layers", tuple(layers))
 
     def for_stream(self) -> SparseVLM:
         return replace(self, recycle=0.0, raters="all")
 
-    def stages(self, depth: int) -> tuple[Stage, ...]:
+    def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         layers = self.layers
         if layers is None:
             layers = tuple(round(layer * depth / DEPTH) for layer in LAYERS)

@@ -22,8 +22,8 @@ class UniformPrune(FixedRetentionPruner):
 
     stage: ClassVar = "draft"
 
-    def stages(self, depth: int) -> tuple[Stage, ...]:
+    def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         return (Stage(0, share=self.retention),)
 
-    def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
+    def choose_candidates(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
         return evenly_spaced(count, at.numel(), at.device)

@@ -53,7 +53,7 @@ class UVPrune(ScorePruner):
         if self.base is not None and (self.base < 0 or (self.layer is not None and self.base >= self.layer)):
             raise RecipeError(f"uv: base is {self.base}; give a layer from 0 to less than layer.")
 
-    def stages(self, depth: int) -> tuple[Stage, ...]:
+    def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         layer = min(20, math.ceil(0.3 * depth)) if self.layer is None else self.layer
         base = min(1, layer - 1) if self.base is None else self.base
         if layer > depth or base >= layer:
@@ -62,7 +62,7 @@ class UVPrune(ScorePruner):
             )
         return (Stage(layer, hidden=(base, layer), share=self.retention),)
 
-    def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
+    def score_candidates(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         base, late = signals["hidden"]
         rows = question_text_columns(layout)
         gain = _likeness(late, at, rows)

@@ -62,7 +62,7 @@ class VisionZip(TokenPruner):
     def kept_token_count(self, tokens: int) -> int:
         return share_token_count(self.retention, tokens)
 
-    def stages(self, depth: int) -> tuple[Stage, ...]:
+    def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         return (Stage(0, hidden=(0,), share=self.retention),)
 
     def counts(self, number: int, size: int) -> list[int]:

@@ -24,8 +24,8 @@ class AShape(IntraPattern):
     sink: int = limited(128, at_least(0))
     window: int = limited(4096, at_least(1, ", the token itself"))
 
-    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
-        return (region.part(region.window_and_sink(self.sink, self.window)),)
+    def build_plan_parts(self, region: AttentionRegion) -> tuple[Part, ...]:
+        return (region.plan_part(region.window_and_sink(self.sink, self.window)),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         return max_window_sink_blocks(n_key, self.sink, self.window, self.block, gaps=gaps)

@@ -74,7 +74,7 @@ class BlockTopK(SparsePattern):
             span = span_by_range(*order, 0, FAR, self.block, self.block, table=table, **known)
         else:
             span = span_from_table(*order, 0, FAR, table, self.block, self.block, **known)
-        return layer.plan([region.part([span])])
+        return layer.plan([region.plan_part([span])])
 
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
         block, first = self.block, n_key - n_query

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from mmaccel.backends.ops.block_attend import KeySpan, Part
-from mmaccel.core.errors import RecipeError, UnknownName, shown
+from mmaccel.core.errors import RecipeError, UnknownName, quoted
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import policy, register, registry
@@ -39,7 +39,7 @@ def _inner_pattern(value: Any, where: str, block: int) -> IntraPattern | None:
         known = [n for n in registry("sparse") if issubclass(registry("sparse")[n], IntraPattern)]
         name = getattr(pattern, "name", pattern)
         raise RecipeError(
-            f"{where} is {shown(name)}; give one of {', '.join(known)}, by name, as a mapping with a name, or null."
+            f"{where} is {quoted(name)}; give one of {', '.join(known)}, by name, as a mapping with a name, or null."
         )
     return replace(pattern, block=block)
 
@@ -60,16 +60,20 @@ class ModalityBoundary(RegionPlannedPattern):
 
     @property
     @abstractmethod
-    def groups(self) -> Groups:
+    def modality_groups(self) -> Groups:
         """The patterns of this boundary, by group of queries and group of keys (a modality, or None for all)."""
 
     @property
     def reads_layer(self) -> bool:
-        return any(pattern and pattern.adaptive for row in self.groups.values() for pattern in row.values())
+        return any(
+            pattern and pattern.adaptive for row in self.modality_groups.values() for pattern in row.values()
+        )
 
-    def layer_parts(self, layer: LayerInputs) -> list[Part]:
+    def layer_plan_parts(self, layer: LayerInputs) -> list[Part]:
         max_tokens_of = layer.q_layout.max_tokens_by_modality
-        return [p for q in self.groups if q is None or max_tokens_of[q] for p in self._parts(layer, q)]
+        return [
+            p for q in self.modality_groups if q is None or max_tokens_of[q] for p in self._parts(layer, q)
+        ]
 
     def _parts(self, layer: LayerInputs, q: int | None) -> list[Part]:
         """The parts of one group of queries."""
@@ -77,26 +81,26 @@ class ModalityBoundary(RegionPlannedPattern):
         parts: list[Part] = []
         spans: list[KeySpan] = []
         number, region = 0, None
-        for k, pattern in self.groups[q].items():
+        for k, pattern in self.modality_groups[q].items():
             if pattern is None or (k is not None and not layer.k_layout.max_tokens_by_modality[k]):
                 continue
             region = layer.region(q, k)
-            made = pattern.cached_parts(region)
+            made = pattern.cached_plan_parts(region)
             apart = [p for p in made if p.q_row is not region.q_row]
             parts += [replace(p, merge_group=number + p.merge_group) for p in apart]
             number += max([0, *(p.merge_group + 1 for p in apart)])
             spans += [s for p in made if p.q_row is region.q_row for s in p.spans]
-        return parts if region is None or not spans else [*parts, region.part(spans, number)]
+        return parts if region is None or not spans else [*parts, region.plan_part(spans, number)]
 
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
-        of_keys = list(next(iter(self.groups.values())))
+        of_keys = list(next(iter(self.modality_groups.values())))
         # Blocks of groups, each of which may end in a part of one.
-        rows = ceil_block_count(n_query, self.block) + len(self.groups) - 1
+        rows = ceil_block_count(n_query, self.block) + len(self.modality_groups) - 1
         keys = ceil_block_count(n_key, self.block) + len(of_keys) - 1
         total = 0
         for k in of_keys:
             most = [(0, 0)]
-            for q, patterns in self.groups.items():
+            for q, patterns in self.modality_groups.items():
                 if (pattern := patterns[k]) is not None:
                     gaps, ties = q is not None and q != k, k is not None and q != k
                     most.append(pattern.max_blocks(n_query, n_key, gaps=gaps, ties=ties))
@@ -111,7 +115,7 @@ class ModalityBoundary(RegionPlannedPattern):
             return self.max_blocks_total(n_query, n_key)
         (queries, keys), share, total = layouts, mean_causal_share(n_query, n_key), 0.0
         layer = LayerInputs.from_layouts(queries, keys, self.block)
-        for q, patterns in self.groups.items():
+        for q, patterns in self.modality_groups.items():
             rows = n_query if q is None else queries.max_tokens_by_modality[q]
             for k, pattern in patterns.items():
                 among = n_key if k is None else keys.max_tokens_by_modality[k]
@@ -122,7 +126,7 @@ class ModalityBoundary(RegionPlannedPattern):
     def head_pattern_names(self, heads: int) -> tuple[str, ...]:
         """Return, for each head, the boundary and in brackets its pattern for video (else text, else images)."""
         for m in (VIDEO, TEXT, IMAGE):
-            patterns = self.groups[m if m in self.groups else None]
+            patterns = self.modality_groups[m if m in self.modality_groups else None]
             pattern = patterns[m if m in patterns else None]
             if pattern is not None:
                 return (f"{self.name}({pattern.name})",) * heads
@@ -147,7 +151,7 @@ class OneSidedModalityBoundary(ModalityBoundary):
             raise RecipeError(f"{self.name}: text, image and video are all null; give one of them a pattern.")
 
     @property
-    def patterns(self) -> Mapping[int | None, IntraPattern | None]:
+    def modality_patterns(self) -> Mapping[int | None, IntraPattern | None]:
         """The sparse pattern of each modality (text, image, video); None: left out."""
         return {m: getattr(self, name) for m, name in MODALITIES.items()}
 
@@ -179,19 +183,19 @@ class Boundary2D(ModalityBoundary):
         object.__setattr__(self, "default", _inner_pattern(self.default, f"{self.name}: default", self.block))
         if not isinstance(self.pairs, Mapping):
             raise RecipeError(
-                f"{self.name}: pairs is {shown(self.pairs)}; give a mapping such as {{video>text: grid}}."
+                f"{self.name}: pairs is {quoted(self.pairs)}; give a mapping such as {{video>text: grid}}."
             )
         pairs = {}
         for pair, value in self.pairs.items():
             if pair not in PAIRS:
                 raise UnknownName(f"pair of {self.name}", str(pair), PAIRS)
-            pairs[pair] = _inner_pattern(value, f"{self.name}: pairs[{shown(pair)}]", self.block)
+            pairs[pair] = _inner_pattern(value, f"{self.name}: pairs[{quoted(pair)}]", self.block)
         object.__setattr__(self, "pairs", pairs)
-        if not any(pattern for patterns in self.groups.values() for pattern in patterns.values()):
+        if not any(pattern for patterns in self.modality_groups.values() for pattern in patterns.values()):
             raise RecipeError(f"{self.name}: every pair is left out; give one of them a pattern.")
 
     @property
-    def groups(self) -> Groups:
+    def modality_groups(self) -> Groups:
         pairs: Mapping[str, Any] = self.pairs
         return {
             q: {k: pairs.get(f"{query}>{key}", self.default) for k, key in MODALITIES.items()}

@@ -21,8 +21,8 @@ class Dense(IntraPattern):
 
     dense: ClassVar[bool] = True
 
-    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
-        return (region.part([region.span(0, FAR)]),)
+    def build_plan_parts(self, region: AttentionRegion) -> tuple[Part, ...]:
+        return (region.plan_part([region.key_span(0, FAR)]),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         return ceil_block_count(n_key, self.block), 0

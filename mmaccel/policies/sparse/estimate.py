@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.lines import has_kernel, line_sums, row_totals
+from mmaccel.backends.ops.lines import has_kernel, line_weights, rowwise_logsumexp
 from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.prefill.plan import HeadRun
 
@@ -112,7 +112,7 @@ class LastQueryAttention:
             yield self
 
     @property
-    def ranks(self) -> Tensor:
+    def query_ranks(self) -> Tensor:
         """Rank of each sampled query among the keys, as in `SampledQueryLayout`."""
         return self.sample.at
 
@@ -129,9 +129,17 @@ class LastQueryAttention:
     @property
     def kernel_args(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, int, bool]:
         """The first arguments of the operators that reduce attention weights to sums of columns and diagonals."""
-        return self.query, self.key, self.sample.row, self.ranks, self.total, self.key_count, self.pooled
+        return (
+            self.query,
+            self.key,
+            self.sample.row,
+            self.query_ranks,
+            self.total,
+            self.key_count,
+            self.pooled,
+        )
 
-    def weights(self) -> Iterator[Tensor]:
+    def attention_weights(self) -> Iterator[Tensor]:
         """Yield softmax weights [B, h, L, n] float32 of consecutive heads, of a whole run if memory allows."""
         for one in self.split_by_head_run():
             yield from one._weights()
@@ -149,15 +157,17 @@ class LastQueryAttention:
             first = last
             yield weight
 
-    def totals(self) -> Tensor:
+    def logsumexp(self) -> Tensor:
         """Return the log-sum-exp [B, H, L] float32 of each query's scores."""
         if self.has_kernel:
-            made = [row_totals(*one.kernel_args[:4], self.key_count) for one in self.split_by_head_run()]
+            made = [
+                rowwise_logsumexp(*one.kernel_args[:4], self.key_count) for one in self.split_by_head_run()
+            ]
         else:
             made = [scores.logsumexp(-1) for one in self.split_by_head_run() for scores in one._scores()]
         return concatenate_heads(made)
 
-    def line_sums(self) -> tuple[Tensor, Tensor]:
+    def line_weights(self) -> tuple[Tensor, Tensor]:
         """Return attention weights summed along columns and along diagonals (query minus key position), each [B, H, n]
         float32.
 
@@ -165,25 +175,26 @@ class LastQueryAttention:
         """
         if self.has_kernel and self.sample.runs <= ROUNDS:
             each = [
-                [one.expand_heads(t) for t in line_sums(*one.kernel_args)] for one in self.split_by_head_run()
+                [one.expand_heads(t) for t in line_weights(*one.kernel_args)]
+                for one in self.split_by_head_run()
             ]
             column, diagonal = map(concatenate_heads, zip(*each, strict=True))
             return column, diagonal
         columns, diagonals = [], []
-        for weight in self.weights():
+        for weight in self.attention_weights():
             columns.append(weight.sum(2))
             if self.sample.queries_are_last_keys:
                 diagonals.append(_skewed(weight))
                 continue
             # Queries at any ranks: the key of each on each diagonal.
-            key = (self.ranks[..., None] - torch.arange(self.key_count, device=weight.device))[:, None]
+            key = (self.query_ranks[..., None] - torch.arange(self.key_count, device=weight.device))[:, None]
             across = weight.gather(3, key.clamp(min=0).expand_as(weight))
             diagonals.append(across.masked_fill_(key < 0, 0.0).sum(2))
         return torch.cat(columns, 1), torch.cat(diagonals, 1)
 
     def entropy(self) -> Tensor:
         """Return the entropy [B, H, L] of each query's attention weights."""
-        return torch.cat([torch.special.entr(weight).sum(-1) for weight in self.weights()], 1)
+        return torch.cat([torch.special.entr(weight).sum(-1) for weight in self.attention_weights()], 1)
 
     def expand_heads(self, found: Tensor) -> Tensor:
         """Expand results [B, h, ...] to all query heads, [B, H, ...]: `pooled` results are one for each key/value head."""
@@ -198,7 +209,7 @@ class LastQueryAttention:
         column = torch.arange(n, device=self.key.device)
         # Queries that are the last keys see all but the last.
         first = max(0, n - L) if self.sample.queries_are_last_keys else 0
-        hidden = (column[first:] > self.ranks[..., None])[:, None]
+        hidden = (column[first:] > self.query_ranks[..., None])[:, None]
         step = max(1, min(G, BUDGET // max(1, B * group * L * n)))
         for g in range(0, G, step):
             run = min(step, G - g)
@@ -269,10 +280,10 @@ def score_line_classes(value: Tensor, number: Tensor, seen: Tensor, classes: int
     largest = zeros.scatter_reduce(
         -1, number, value.masked_fill(~there, -torch.inf), "amax", include_self=False
     )
-    return score_from_members(total, largest, count, score)
+    return score_classes_of_lines(total, largest, count, score)
 
 
-def score_from_members(total: Tensor, largest: Tensor, count: Tensor, score: Score) -> Tensor:
+def score_classes_of_lines(total: Tensor, largest: Tensor, count: Tensor, score: Score) -> Tensor:
     """Score classes of lines, given the sum over their members, their largest member and their number of members.
 
     "mean" leaves the largest member out: a grid line has many strong members, a single strong column (a sink, the query

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import KeySpan, Part
-from mmaccel.backends.ops.lines import turned_classes
+from mmaccel.backends.ops.lines import sort_by_class
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.prefill.plan import FAR, span_by_range
 from mmaccel.core.registry import SHARE, FieldLimit, at_least, limited, register
@@ -105,7 +105,7 @@ class Grid(IntraPattern):
         if not (self.horizontal or self.vertical or self.slash):
             raise RecipeError("grid: horizontal, vertical and slash are all off; turn one on.")
 
-    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
+    def build_plan_parts(self, region: AttentionRegion) -> tuple[Part, ...]:
         classes = self._classes(region)
         parts: list[Part] = []
         if self.slash and classes.frames is not None:
@@ -117,8 +117,8 @@ class Grid(IntraPattern):
                 parts.append(self._dense_rows(region, classes))
         if self.window or self.sink or not (self.slash or self.vertical):
             # Merged with the lines by log-sum-exp, over disjoint keys; or the part of rows on no line, which see nothing.
-            near = region.window_and_sink(self.sink, self.window) or (region.span(FAR, FAR),)
-            parts.append(region.part(near, merge_group=1))
+            near = region.window_and_sink(self.sink, self.window) or (region.key_span(FAR, FAR),)
+            parts.append(region.plan_part(near, merge_group=1))
         return tuple(parts)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
@@ -180,7 +180,7 @@ class Grid(IntraPattern):
         code = (classes.number * base + keys.rank[:, None]).gather(2, order)
         number, place = code // base, torch.arange(code.shape[2], device=at.device)
         k_row = k_row[:, None].expand_as(order).gather(2, order)
-        own = classes.of_queries(at)
+        own = classes.query_classes(at)
         pair = (own - classes.shift) % classes.stride if self.slash else own
         q_row, q_at = region.q_row.expand_as(pair), last[:, None].expand_as(pair)
         own = own.expand_as(pair)
@@ -230,7 +230,7 @@ class Grid(IntraPattern):
         tokens = order.queries, order.q_begin, order.keys, order.k_begin, frames.stride[:, 0, 0]
         lines = classes.line, classes.shift, classes.dense
         wide = order.k_pos.dtype == torch.int64
-        q_row, q_pos, *more = turned_classes(tokens, lines, most, wide, columns, rows)
+        q_row, q_pos, *more = sort_by_class(tokens, lines, most, wide, columns, rows)
         spans = [span_by_range(q_row, order.k_row, q_pos, order.k_pos, 0, most, block, block)]
         if self.vertical:
             q_pos, k_row, k_pos, *more = more
@@ -244,7 +244,7 @@ class Grid(IntraPattern):
 
     def _dense_rows(self, region: AttentionRegion, classes: StrideResidueClasses) -> Part:
         """The queries of the horizontal line, in their order, over every key not after them but those of other spans."""
-        chosen = classes.of_queries(region.at) == classes.dense
+        chosen = classes.query_classes(region.at) == classes.dense
         size = self._dense_size(region, classes)
         slot = torch.where(chosen, chosen.long().cumsum(2) - 1, size)
 

@@ -21,5 +21,5 @@ class KBoundary(OneSidedModalityBoundary):
     """
 
     @property
-    def groups(self) -> Groups:
-        return {None: self.patterns}
+    def modality_groups(self) -> Groups:
+        return {None: self.modality_patterns}

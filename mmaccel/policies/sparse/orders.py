@@ -118,7 +118,7 @@ class AttentionRegion:
     keys: TokenOrder
     ordered: int | None
 
-    def part(self, spans: Sequence[KeySpan], merge_group: int = 0) -> Part:
+    def plan_part(self, spans: Sequence[KeySpan], merge_group: int = 0) -> Part:
         """Return the plan's `Part` for all queries of this region over key `spans`."""
         return Part(self.q_row, tuple(spans), None, merge_group, self.ordered, self.ordered)
 
@@ -129,7 +129,7 @@ class AttentionRegion:
             return None
         return self.layer.k_layout.length - self.layer.q_layout.length
 
-    def span(self, lo: int, hi: int, first: int | None = None) -> KeySpan:
+    def key_span(self, lo: int, hi: int, first: int | None = None) -> KeySpan:
         """Return the span of the keys (or the `first` ones) whose distance in ranks before the query is lo .. hi - 1."""
         k_row, k_pos, ordered, block = self.keys.row, self.keys.rank, self.keys.count, self.layer.block
         if first is not None:
@@ -142,8 +142,8 @@ class AttentionRegion:
 
     def window_and_sink(self, sink: int, window: int) -> tuple[KeySpan, ...]:
         """Return spans of the last `window` of the keys up to each query, and of the first `sink` keys; either may be 0."""
-        near = (self.span(0, window),) if window else ()
-        return (*near, self.span(window, FAR, first=sink)) if sink else near
+        near = (self.key_span(0, window),) if window else ()
+        return (*near, self.key_span(window, FAR, first=sink)) if sink else near
 
     @property
     def max_keys(self) -> int:
@@ -160,7 +160,7 @@ class AttentionRegion:
         """Whether several queries may have the same rank, because the tokens between them are not among the keys."""
         return self.kinds[1] is not None and self.kinds[0] != self.kinds[1]
 
-    def cached(self, name: Hashable, make: Callable[[], T]) -> T:
+    def get_or_compute(self, name: Hashable, make: Callable[[], T]) -> T:
         """Get the value `name`, which follows from the layouts of this region; `make` computes it once for all layers."""
         return memoize_while_tracing(self.layer.memo, (name, self.kinds), make)
 
@@ -171,13 +171,13 @@ class AttentionRegion:
         mean of the weights of the query heads that share its key head.
         """
         layer, (query_kind, key_kind) = self.layer, self.kinds
-        sample = self.cached(("sample", count), lambda: self._sample(count))
+        sample = self.get_or_compute(("sample", count), lambda: self._sample(count))
         query = sample.select_queries(layer.query)
         total = None
         if key_kind is not None:
             everything = layer.region(query_kind, None)
             total = memoize_while_tracing(
-                layer.totals, (query_kind, count), lambda: everything.last_query_attention(count).totals()
+                layer.totals, (query_kind, count), lambda: everything.last_query_attention(count).logsumexp()
             )
         # No other row of the queries is copied where heads lie apart.
         return LastQueryAttention(
@@ -242,7 +242,7 @@ class LayerInputs:
         return tuple(head for run in self.runs for head in run.heads) or tuple(range(self.query.shape[1]))
 
     @property
-    def heads(self) -> int:
+    def head_count(self) -> int:
         """Number of query heads to plan."""
         return len(self.planned_head_indices)
 
@@ -283,9 +283,9 @@ class LayerInputs:
         if not parts:
             region = self.region()
             blind = replace(region, at=torch.full_like(region.at, -1), ordered=None)
-            parts = [region.part([blind.span(0, 1)])]
+            parts = [region.plan_part([blind.key_span(0, 1)])]
         (B, _, n, _), N = self.query.shape, self.key.shape[2]
-        return AttentionPlan(tuple(parts), self.block, self.block, B, self.heads, n, N)
+        return AttentionPlan(tuple(parts), self.block, self.block, B, self.head_count, n, N)
 
 
 def _apart(layout: TokenLayout, modality: int | None) -> int | None:
@@ -311,7 +311,7 @@ class RegionPlannedPattern(SparsePattern):
     compiles: ClassVar[bool] = False
 
     @abstractmethod
-    def layer_parts(self, layer: LayerInputs) -> Sequence[Part]:
+    def layer_plan_parts(self, layer: LayerInputs) -> Sequence[Part]:
         """Return the `Part`s of one layer's attention plan."""
 
     @cached_property
@@ -344,9 +344,9 @@ class RegionPlannedPattern(SparsePattern):
         if self.dense:
             return None
         if self.reads_layer:
-            return layer.plan(self.layer_parts(layer))
-        name = "plan", self._key, layer.heads, *layer.query.shape[::2], layer.key.shape[2]
-        return memoize(layer.memo, name, lambda: layer.plan(self.layer_parts(layer)))
+            return layer.plan(self.layer_plan_parts(layer))
+        name = "plan", self._key, layer.head_count, *layer.query.shape[::2], layer.key.shape[2]
+        return memoize(layer.memo, name, lambda: layer.plan(self.layer_plan_parts(layer)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,17 +357,17 @@ class IntraPattern(RegionPlannedPattern):
     """
 
     @abstractmethod
-    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
+    def build_plan_parts(self, region: AttentionRegion) -> tuple[Part, ...]:
         """Return the plan's `Part`s for the queries of `region`; each query sees at most the region's keys up to it."""
 
-    def cached_parts(self, region: AttentionRegion) -> tuple[Part, ...]:
+    def cached_plan_parts(self, region: AttentionRegion) -> tuple[Part, ...]:
         """Return the plan's parts for a region; cached for all layers if the pattern depends on the layout alone."""
         if self.adaptive:
-            return self.parts(region)
-        return memoize(region.layer.memo, (self._key, region.kinds), lambda: self.parts(region))
+            return self.build_plan_parts(region)
+        return memoize(region.layer.memo, (self._key, region.kinds), lambda: self.build_plan_parts(region))
 
-    def layer_parts(self, layer: LayerInputs) -> tuple[Part, ...]:
-        return self.cached_parts(layer.region())
+    def layer_plan_parts(self, layer: LayerInputs) -> tuple[Part, ...]:
+        return self.cached_plan_parts(layer.region())
 
     @abstractmethod
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, shown, warn
+from mmaccel.core.errors import RecipeError, quoted, warn
 from mmaccel.core.files import outside
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.merge_heads import Share, merge_plans
@@ -65,7 +65,7 @@ class PerHead(SparsePattern):
             object.__setattr__(self, "table", self._patterns(self.table))
         elif not isinstance(self.table, str):
             raise RecipeError(
-                f"per_head: table is {shown(self.table)}; give 'shipped', a file, or a mapping of layers."
+                f"per_head: table is {quoted(self.table)}; give 'shipped', a file, or a mapping of layers."
             )
         elif self.table != SHIPPED:
             _ = self._named
@@ -94,7 +94,7 @@ class PerHead(SparsePattern):
         return {} if self._file is None else self._patterns(patterns_by_layer_and_head(self._file))
 
     @property
-    def context(self) -> int | None:
+    def searched_prompt_length(self) -> int | None:
         return None if self._file is None else self._file.get("context")
 
     @cached_property
@@ -107,7 +107,7 @@ class PerHead(SparsePattern):
         for layer, heads in table.items():
             if not isinstance(heads, Mapping):
                 raise RecipeError(
-                    f"per_head: table[{shown(layer)}] is {shown(heads)}; give a mapping from head numbers to patterns."
+                    f"per_head: table[{quoted(layer)}] is {quoted(heads)}; give a mapping from head numbers to patterns."
                 )
             of_layer = built[_number("layer", layer)] = {}
             for head, value in heads.items():
@@ -123,7 +123,7 @@ class PerHead(SparsePattern):
         pattern = policy("sparse", value, f"per_head: {where}")
         if not isinstance(pattern, SparsePattern) or isinstance(pattern, PerHead):
             raise RecipeError(
-                f"per_head: {where} is {shown(value)}; give one pattern, by name or as a mapping."
+                f"per_head: {where} is {quoted(value)}; give one pattern, by name or as a mapping."
             )
         if pattern.block != self.block:
             raise RecipeError(
@@ -133,13 +133,13 @@ class PerHead(SparsePattern):
 
     def for_model(self, model: ModelView) -> SparsePattern:
         if self.table == SHIPPED:
-            there = model.folder is not None and (model.folder / FILE).is_file()
+            there = model.model_folder is not None and (model.model_folder / FILE).is_file()
             if not there and self.default is None:
                 raise RecipeError(
                     f"per_head: no table is shipped with this model (there is no {FILE} in its folder); "
                     "run `mmaccel search` on it and give the file as table, or give a default."
                 )
-            bound = replace(self, table=f"{model.folder}/{FILE}" if there else {}).for_model(model)
+            bound = replace(self, table=f"{model.model_folder}/{FILE}" if there else {}).for_model(model)
             if not there:
                 rest = getattr(self.default, "name", None)
                 note = f"sparse: per_head found no table of heads ({FILE}) in the model's folder; {rest} runs for all heads"
@@ -202,7 +202,7 @@ def _number(what: str, value: Any) -> int:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise RecipeError(f"per_head: {shown(value)} is not a {what}; give its number, 0 or more.")
+        raise RecipeError(f"per_head: {quoted(value)} is not a {what}; give its number, 0 or more.")
     return value
 
 
@@ -220,19 +220,19 @@ class LayerHeadPatterns(SparsePattern):
     rest: SparsePattern = field(default_factory=Dense)
     heads: int | None = None
 
-    def pattern_of(self, head: int) -> SparsePattern:
+    def head_pattern(self, head: int) -> SparsePattern:
         """Return the sparse pattern of one head of this layer."""
         return self.named.get(head, self.rest)
 
-    def kinds(self, heads: int) -> list[tuple[SparsePattern, list[int]]]:
+    def heads_by_pattern(self, heads: int) -> list[tuple[SparsePattern, list[int]]]:
         """Return the different patterns of `heads` heads, each with the heads that use it."""
         kinds: list[tuple[SparsePattern, list[int]]] = []
         for head in range(heads):
-            same = [some for known, some in kinds if known == self.pattern_of(head)]
+            same = [some for known, some in kinds if known == self.head_pattern(head)]
             if same:
                 same[0].append(head)
             else:
-                kinds.append((self.pattern_of(head), [head]))
+                kinds.append((self.head_pattern(head), [head]))
         return kinds
 
     def plan(
@@ -245,7 +245,7 @@ class LayerHeadPatterns(SparsePattern):
     ) -> AttentionPlan | None:
         heads, group = query.shape[1], query.shape[1] // key.shape[1]
         shares: list[Share] = []
-        for pattern, some in self.kinds(heads):
+        for pattern, some in self.heads_by_pattern(heads):
             if not pattern.adaptive and not pattern.reads_values:
                 # What looks at the layout alone is planned for one head, and all follow it.
                 shares.append((some, pattern.plan(query[:, :1], key[:, :1], q_layout, k_layout)))
@@ -255,7 +255,7 @@ class LayerHeadPatterns(SparsePattern):
                 shares += pattern.plan_heads(runs, query, key, q_layout, k_layout)
                 continue
             for run in runs:
-                tensors = run.of(query), key[:, run.groups], value[:, run.groups]
+                tensors = run.select_queries(query), key[:, run.groups], value[:, run.groups]
                 shares.append((run.heads, pattern.plan_layer(*tensors, q_layout, k_layout)))
         return merge_plans(shares, heads, group, q_layout, k_layout)
 
@@ -269,24 +269,24 @@ class LayerHeadPatterns(SparsePattern):
     ) -> float:
         if self.heads is None:
             return self.max_blocks_total(n_query, n_key)
-        kinds = self.kinds(self.heads)
+        kinds = self.heads_by_pattern(self.heads)
         return sum(len(some) * p.expected_blocks(n_query, n_key, layouts) for p, some in kinds) / self.heads
 
     def head_pattern_names(self, heads: int) -> tuple[str, ...]:
-        return tuple(self.pattern_of(head).head_pattern_names(1)[0] for head in range(heads))
+        return tuple(self.head_pattern(head).head_pattern_names(1)[0] for head in range(heads))
 
 
 def read_head_table(path: str | Path) -> dict[str, Any]:
     """Read a table of head patterns: `model` (fingerprint), `weights` (their checksum), `context` (tokens that its budgets
     are for), `block`, `layers` (for each layer and head a mapping with its `pattern` and measurements), and whatever else
     the search wrote. Raises `RecipeError` in one sentence."""
-    where = f"table {shown(str(path), outside.PATH)}"
+    where = f"table {quoted(str(path), outside.PATH)}"
     table = outside.read_json(path, where, RecipeError, fix=FIX)
     if not isinstance(table, dict) or table.get("kind") != KIND:
         raise RecipeError(f"{where} holds no head patterns; {FIX}.")
     if table.get("schema") != SCHEMA:
         raise RecipeError(
-            f"{where} has schema {shown(table.get('schema'))} and this version reads {SCHEMA}; search again."
+            f"{where} has schema {quoted(table.get('schema'))} and this version reads {SCHEMA}; search again."
         )
     layers: Any = table.get("layers")
     # Tables of before name no weights and, made by hand, no length.
@@ -310,7 +310,7 @@ def describe_model_difference(table: Mapping[str, Any], model: Mapping[str, Any]
     theirs = table["model"]
     for name in dict.fromkeys((*model, *theirs)):
         if theirs.get(name) != model.get(name):
-            return f"{name} {shown(theirs.get(name))} there, {shown(model.get(name))} here"
+            return f"{name} {quoted(theirs.get(name))} there, {quoted(model.get(name))} here"
     return None
 
 

@@ -23,5 +23,5 @@ class QBoundary(OneSidedModalityBoundary):
     """
 
     @property
-    def groups(self) -> Groups:
-        return {m: {None: pattern} for m, pattern in self.patterns.items()}
+    def modality_groups(self) -> Groups:
+        return {m: {None: pattern} for m, pattern in self.modality_patterns.items()}

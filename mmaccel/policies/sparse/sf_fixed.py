@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import KeySpan, Part
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, quoted
 from mmaccel.core.layout import TEXT
 from mmaccel.core.prefill.plan import FAR, pad_rows, span_by_range
 from mmaccel.core.registry import at_least, limited, register
@@ -47,7 +47,7 @@ class SegmentedPattern(IntraPattern):
         stride, low, high = self.stride, self.min_stride, self.max_stride
         if stride != "frame" and (not isinstance(stride, int) or isinstance(stride, bool) or stride < 1):
             raise RecipeError(
-                f"{self.name}: stride is {shown(stride)}; give 'frame' or a number of tokens, at least 1."
+                f"{self.name}: stride is {quoted(stride)}; give 'frame' or a number of tokens, at least 1."
             )
         if low < 1 or high < low:
             raise RecipeError(
@@ -59,7 +59,7 @@ class SegmentedPattern(IntraPattern):
         """The smallest and the largest stride (tokens of a segment) that a sequence may have."""
         return (self.min_stride, self.max_stride) if self.stride == "frame" else (self.stride, self.stride)
 
-    def segments(self, region: AttentionRegion) -> FrameAndTextSegments:
+    def key_segments(self, region: AttentionRegion) -> FrameAndTextSegments:
         """Return the segments of the region's keys: of `stride` tokens each, or frames (see the docstring of `SFFixed`)."""
         low, high = self.stride_range
         most = max(1, ceil_block_count(region.max_keys, low))
@@ -90,12 +90,12 @@ class SegmentedPattern(IntraPattern):
             return self.stride, max(1, ceil_block_count(region.max_keys, self.stride))
 
         def looked() -> tuple[int, int]:
-            segments = self.segments(region)
+            segments = self.key_segments(region)
             last = torch.where(region.keys.row >= 0, segments.number, 0).amax()
             stride, count = torch.stack([segments.stride.amax(), last + 1]).tolist()
             return stride, count
 
-        return region.cached(("segments", *self.stride_range), looked)
+        return region.get_or_compute(("segments", *self.stride_range), looked)
 
 
 @register("sparse", "sf_fixed")
@@ -121,8 +121,8 @@ class SFFixed(SegmentedPattern):
     summary: int = limited(1, at_least(0, " tokens of a segment"))
     side: Literal["last", "first"] = "last"
 
-    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
-        segments, at = self.segments(region), region.at.clamp(min=0).long()
+    def build_plan_parts(self, region: AttentionRegion) -> tuple[Part, ...]:
+        segments, at = self.key_segments(region), region.at.clamp(min=0).long()
         # The keys of the segment of each query: segments lie two sizes apart, so that no two are within one.
         block, size = self.block, segments.size
         pos = as_int32_if_fits(
@@ -133,7 +133,7 @@ class SFFixed(SegmentedPattern):
         spans = [span_by_range(*order, 0, size, block, block, ordered=region.keys.count)]
         if self.summary:
             spans.append(self._summaries(region, segments, at - segments.offset.gather(1, at)))
-        return (region.part(spans),)
+        return (region.plan_part(spans),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         (least, most), block, keys = self.stride_range, self.block, ceil_block_count(n_key, self.block)

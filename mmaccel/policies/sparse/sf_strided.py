@@ -28,8 +28,8 @@ class SFStrided(SegmentedPattern):
     with the sizes of MMInference (Table 2: both the tokens of a frame).
     """
 
-    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
-        segments = self.segments(region)
+    def build_plan_parts(self, region: AttentionRegion) -> tuple[Part, ...]:
+        segments = self.key_segments(region)
         return (self._window(region, segments), self._lines(region, segments))
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
@@ -61,7 +61,7 @@ class SFStrided(SegmentedPattern):
         at = region.at.long()
         q_pos = as_int32_if_fits(at // stride * size + at % stride, most).masked_fill(at < 0, -1)[:, None]
         order = (region.q_row, region.keys.row[:, None], q_pos, k_pos[:, None])
-        return region.part([span_by_range(*order, 0, size, block, block, ordered=region.keys.count)])
+        return region.plan_part([span_by_range(*order, 0, size, block, block, ordered=region.keys.count)])
 
     def _lines(self, region: AttentionRegion, segments: FrameAndTextSegments) -> Part:
         """The keys at the offset of each query, a stride or more before it; queries and keys by (offset, rank)."""

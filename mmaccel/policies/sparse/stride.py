@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.lines import class_phases, stride_scores
+from mmaccel.backends.ops.lines import choose_grid_lines, score_strides
 from mmaccel.policies.sparse.estimate import (
     LastQueryAttention,
     SampledQueryLayout,
     Score,
     concatenate_heads,
+    score_classes_of_lines,
     score_columns_or_diagonals,
-    score_from_members,
     score_line_classes,
 )
 from mmaccel.policies.sparse.orders import AttentionRegion, TokenOrder, memoize_while_tracing
@@ -53,7 +53,7 @@ class StrideResidueClasses:
         }
         return replace(self, **mixed, frames=None)
 
-    def of_queries(self, at: Tensor) -> Tensor:
+    def query_classes(self, at: Tensor) -> Tensor:
         """Return the class [B, h, P] of each query: that of the key at its rank `at` [B, P]; -1 if it sees no key."""
         own = self.number.gather(2, at.clamp(min=0).long()[:, None].expand(-1, self.number.shape[1], -1))
         return own.masked_fill(at[:, None] < 0, -1)
@@ -91,10 +91,10 @@ def estimate_stride_classes(
     its best class of columns and its best class of diagonals, -inf if three strides do not fit in the sequence. With fewer
     than 3 * low keys the stride is 1: one class, attended densely.
     """
-    layout, n, at = sample.sample, sample.key_count, sample.ranks[:, -1]
+    layout, n, at = sample.sample, sample.key_count, sample.query_ranks[:, -1]
     # There is a diagonal of each distance at which the last query sees a column.
     value = score_columns_or_diagonals(
-        torch.stack(sample.line_sums()) / layout.query_counts, layout.seen, search.score
+        torch.stack(sample.line_weights()) / layout.query_counts, layout.seen, search.score
     )
     columns, diagonals = value
     low, high = search.low, max(search.low, min(search.most, search.keys // 3))
@@ -106,7 +106,7 @@ def estimate_stride_classes(
     strides = torch.arange(low, high + 1, device=at.device)
     if sample.has_kernel:
         # All strides in one launch; one by one they are ten thousand.
-        score = stride_scores(near, at, low, high, search.score)
+        score = score_strides(near, at, low, high, search.score)
     else:
         there = (step <= at[:, None])[None, :, None]
         near = near.masked_fill(~there, 0.0)
@@ -120,7 +120,7 @@ def estimate_stride_classes(
     number = torch.where((keys.row >= 0)[:, None], keys.rank[:, None] % stride, search.most)
     own, classes = number[..., :n], search.most + 1
     line, shift = score_line_classes(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
-    dense = _most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
+    dense = _most_even_class(sample.entropy(), sample.query_ranks, own, classes) if search.rows else line
     return StrideResidueClasses(
         number, stride, line, dense, shift, max_keys_per_class(search.keys, low), classes
     )
@@ -133,7 +133,7 @@ def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor
     folded = torch.nn.functional.pad(value, (0, short)).view(*value.shape[:-1], lines, stride)
     inside = torch.nn.functional.pad(there, (0, short)).view(*there.shape[:-1], lines, stride)
     largest = folded.masked_fill(~inside, -torch.inf).amax(-2)
-    return score_from_members(folded.sum(-2), largest, inside.sum(-2), score).amax(-1).sum(0)
+    return score_classes_of_lines(folded.sum(-2), largest, inside.sum(-2), score).amax(-1).sum(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,16 +239,16 @@ def frame_phases(
         order = pairing.order, pairing.start, pairing.own, pairing.members, frames.stride[:, 0, 0]
         found = []
         for one in sample.split_by_head_run():
-            made = class_phases(*one.kernel_args, order, search.score, search.rows)
+            made = choose_grid_lines(*one.kernel_args, order, search.score, search.rows)
             found.append([one.expand_heads(t) for t in (made if search.rows else made[:2])])
         line, shift, *spread = map(concatenate_heads, zip(*found, strict=True))
-        dense = _most_even_class(spread[0], sample.ranks, own, classes) if search.rows else line
+        dense = _most_even_class(spread[0], sample.query_ranks, own, classes) if search.rows else line
     else:
         # What each query gives to each class of keys, its own key left out: that one is heavy whatever the phase.
         before = layout.causal_key_mask()[:, None]
         bins = own[:, :, None].expand(*before.shape)
         lines, shifts = [], []
-        for weight in sample.weights():
+        for weight in sample.attention_weights():
             value = score_columns_or_diagonals(weight.sum(2) / layout.query_counts, layout.seen, search.score)
             lines.append(
                 score_line_classes(value, own, layout.seen, classes, search.score).argmax(-1, keepdim=True)
@@ -259,7 +259,7 @@ def frame_phases(
             score = total if search.score == "sum" else total / pairing.members[:, None].clamp(min=1)
             shifts.append(score.argmax(-1, keepdim=True))
         line, shift = torch.cat(lines, 1), torch.cat(shifts, 1)
-        dense = _most_even_class(sample.entropy(), sample.ranks, own, classes) if search.rows else line
+        dense = _most_even_class(sample.entropy(), sample.query_ranks, own, classes) if search.rows else line
     most, whole = (
         (frames.most_keys, frames) if frames.all_fit else (max_keys_per_class(search.keys, search.low), None)
     )

@@ -28,7 +28,7 @@ class TriShape(AShape):
 
     bottom: int = limited(128, at_least(0, " queries"))
 
-    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
+    def build_plan_parts(self, region: AttentionRegion) -> tuple[Part, ...]:
         rows = region.q_row[:, 0]
         count = (rows >= 0).sum(1, keepdim=True)
         last = min(self.bottom, rows.shape[1])
@@ -36,14 +36,14 @@ class TriShape(AShape):
         if last < rows.shape[1]:
             upper = torch.arange(rows.shape[1], device=rows.device) < count - last
             above = replace(region, q_row=torch.where(upper, rows, -1)[:, None], ordered=None)
-            parts += super().parts(above)
+            parts += super().build_plan_parts(above)
         if last:
             slot = count - last + torch.arange(last + -last % self.block, device=rows.device)
             present = (slot >= 0) & (slot < count)
             source = slot.clamp(0, rows.shape[1] - 1)
             q_row, at = (torch.where(present, t.gather(1, source), -1) for t in (rows, region.at))
             below = replace(region, q_row=q_row[:, None], at=at, ordered=None)
-            parts.append(below.part([below.span(0, FAR)]))
+            parts.append(below.plan_part([below.key_span(0, FAR)]))
         return tuple(parts)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:

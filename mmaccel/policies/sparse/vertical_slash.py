@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
-from mmaccel.backends.ops.lines import slash_runs, split_line_keys, strongest
+from mmaccel.backends.ops.lines import list_slash_blocks, split_line_keys, strongest
 from mmaccel.core.prefill.plan import FAR, span_by_range
 from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.sparse.estimate import modality_run_limits
@@ -49,24 +49,24 @@ class VerticalSlash(IntraPattern):
     last_q: int = limited(64, at_least(1, " query"))
     estimate: Literal["head", "group"] = "head"
 
-    def parts(self, region: AttentionRegion) -> tuple[Part, ...]:
+    def build_plan_parts(self, region: AttentionRegion) -> tuple[Part, ...]:
         sample = region.last_query_attention(self.last_q, self.estimate == "group")
-        columns, diagonals = self._strongest(*sample.line_sums(), sample.ranks)
+        columns, diagonals = self._strongest(*sample.line_weights(), sample.query_ranks)
         keys, at, heads = region.keys, region.at[:, None], columns.shape[1]
         left, kind, kept, k_row, k_pos = split_line_keys(
             keys.row, columns, diagonals, region.max_keys, self.block
         )
-        runs = region.cached(("query runs", heads), lambda: DiagonalKeyBlocks.of(region, heads))
+        runs = region.get_or_compute(("query runs", heads), lambda: DiagonalKeyBlocks.of(region, heads))
         # A query block lists every key block that a kept diagonal touches in its rows: diagonal d pairs a query of rank i
         # with the key of rank i - d. The ranks say nothing of the rows: those of columns are left out.
-        lists = BlockLists(*slash_runs(kept, [*runs], self.block), kind)
+        lists = BlockLists(*list_slash_blocks(kept, [*runs], self.block), kind)
         spans = [
             KeySpan(left, at, keys.rank[:, None], 0, FAR, lists, ranks=True, q_first=region.first_query_rank)
         ]
         if self.vertical:
             # The columns, gathered; a column's position is that of its token.
             spans.append(span_by_range(region.q_row, k_row, at, k_pos, 0, FAR, self.block, self.block))
-        return (region.part(spans),)
+        return (region.plan_part(spans),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         blocks = ceil_block_count(n_key, self.block)

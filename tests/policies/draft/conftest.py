@@ -32,4 +32,4 @@ def target() -> Iterator[ModelView]:
     model, _ = pair(NAME)
     view = ModelView(model, adapter_for(model), adapter_for)
     yield view
-    view.release()
+    view.close_cached_objects()

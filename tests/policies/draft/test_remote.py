@@ -20,7 +20,7 @@ import torch
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding import worker as worker_module
-from mmaccel.core.decoding.generate import Speculation, decode_round_robin, speculate
+from mmaccel.core.decoding.generate import Speculation, decode_round_robin, decode_speculatively
 from mmaccel.core.decoding.worker import OWN, READY, MessageSocket, Worker
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import registry
@@ -51,7 +51,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[ModelView]:
     request.getfixturevalue("forked")
     yield seen
     held = [worker.process for worker in seen._held.values()]
-    seen.release()
+    seen.close_cached_objects()
     assert all(process.poll() is not None for process in held)
 
 
@@ -62,7 +62,7 @@ def decode(target: ModelView, choice: Parallel, **said: Any) -> tuple[list[int],
     state.begin(told)
     if choice.prune is not None:
         state.keep_columns(torch.tensor([1]))
-    ids = speculate(runner, state, told, runner.prefill(told.inputs), stop=STOP, meter=meter)
+    ids = decode_speculatively(runner, state, told, runner.prefill(told.inputs), stop=STOP, meter=meter)
     return ids[0].tolist(), state, meter
 
 
@@ -162,7 +162,7 @@ def together(
         state.begin(told)
         first = runner.prefill(told.inputs)
         sequences.append(Speculation(runner, state, told, first, stop=limit(60 - 9 * start), meter=meter))
-        sequences[-1].advance()
+        sequences[-1].commit_next_tokens()
         states.append(state)
         meters.append(meter)
     with pytest.MonkeyPatch.context() as patch:
@@ -263,7 +263,7 @@ def test_a_slow_draft_is_not_waited_for_and_not_lost(target: ModelView) -> None:
 
 def test_a_draft_of_another_vocabulary_is_refused_before_anything_runs(target: ModelView) -> None:
     with pytest.raises(DraftError, match="embeddings"):
-        Toy(model="1:vocabulary").check(target)
+        Toy(model="1:vocabulary").check_target(target)
     assert not any("vocabulary" in name for name in target._held)
 
 

@@ -103,13 +103,13 @@ def test_a_process_that_is_ended_after_the_last_token_is_told_of(silent: Worker)
 
 
 def test_a_prompt_that_cannot_be_made_is_told_by_the_next_call(silent: Worker) -> None:
-    silent.post(OWN, 1, 0, 0, blob=Mock(side_effect=RuntimeError("no room for the prompt")))
+    silent.send_in_background(OWN, 1, 0, 0, blob=Mock(side_effect=RuntimeError("no room for the prompt")))
     with pytest.raises(DraftError, match="no room"):
         silent.wait_until_sent()
 
 
 def test_a_prompt_that_is_not_taken_is_told_by_the_next_call(silent: Worker) -> None:
-    silent.post(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
+    silent.send_in_background(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
     with pytest.raises(DraftError, match="cannot be reached"):
         while silent.receive_message(0.05) is None:
             pass
@@ -117,7 +117,7 @@ def test_a_prompt_that_is_not_taken_is_told_by_the_next_call(silent: Worker) -> 
 
 def test_a_process_may_be_ended_while_its_prompt_is_on_the_way(silent: Worker) -> None:
     silent.wire.silence_s = 30.0
-    silent.post(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
+    silent.send_in_background(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
     began = time.monotonic()
     silent.close()
     assert time.monotonic() - began < 10 and not silent._outbox.is_sending
@@ -131,7 +131,7 @@ def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(worker: Worker, 
         time.sleep(0.7)
         return []
 
-    worker.post(OWN + 4, 1, blob=slow)
+    worker.send_in_background(OWN + 4, 1, blob=slow)
     worker.wait_until_sent()
     assert worker.receive_message(0.0) is None and worker.alive
 
@@ -178,7 +178,7 @@ def test_what_travels_with_the_prompt() -> None:
 
     def posted(warp: Any) -> tuple[dict[str, Any], Any]:
         RemoteDrafter(worker, VOCAB).begin({**given, **more}, warp, False, False, 0)
-        return unpack(bytearray(b"".join(worker.post.call_args.kwargs["blob"]())))
+        return unpack(bytearray(b"".join(worker.send_in_background.call_args.kwargs["blob"]())))
 
     inputs, told = posted(Halved(torch.tensor([2.0])))
     assert inputs.keys() == given.keys() and inputs["second_per_grid_ts"] == [0.5, 1.0]

@@ -90,9 +90,9 @@ def test_what_another_sends_next_does_not_end_the_process(worker: Worker, monkey
         assert going.wait(10)
         return []
 
-    worker.post(END, 0, blob=list)
+    worker.send_in_background(END, 0, blob=list)
     with monkeypatch.context() as patched:
-        heard(patched, Outbox, "wait", lambda *_: worker.post(END, 0, blob=another), after=True)
+        heard(patched, Outbox, "wait", lambda *_: worker.send_in_background(END, 0, blob=another), after=True)
         worker.wait_until_sent(5.0)
     assert worker.alive and worker._outbox.is_sending
     going.set()
@@ -110,7 +110,7 @@ def test_a_process_that_takes_its_prompt_is_not_ended_though_the_call_is_over(
         end.sendall(data)
 
     monkeypatch.setattr(worker.wire, "_end", Mock(wraps=end, sendall=slowly, fileno=end.fileno))
-    worker.post(END, 0, blob=lambda: [bytes(10_000_000)])
+    worker.send_in_background(END, 0, blob=lambda: [bytes(10_000_000)])
     worker.wait_until_sent(0.1)
     assert worker.alive and not worker._outbox.is_sending
 
@@ -129,7 +129,7 @@ def test_the_stream_of_a_call_that_has_ended_waits_for_no_other_s_prompt(target:
     stream.prepare_question(inputs["input_ids"], 4)
     stream.end_question()
     assert not worker._outbox.is_sending, "the prompt is the caller's again"
-    worker.post(END, 0, blob=lambda: [bytes(going.wait(10))])
+    worker.send_in_background(END, 0, blob=lambda: [bytes(going.wait(10))])
     stream.end_ingest()
     assert worker.alive and worker._outbox.is_sending
     going.set()

@@ -182,7 +182,7 @@ def test_a_missing_folder_is_told() -> None:
     fails = ModelError("model 'no/such/folder' cannot be loaded; give a folder.")
     target.adapter.load = Mock(side_effect=fails)  # type: ignore[method-assign]
     with sentence(DraftError, "model", "no/such/folder"):
-        Sequential(model="no/such/folder").check(target)
+        Sequential(model="no/such/folder").check_target(target)
 
 
 def test_a_folder_is_loaded_once(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_closed_draft_says_so() -> None:
     )
     draft.begin(toy_prompt([0]))
     draft.close()
-    draft.observe(torch.tensor([1]), 0)
+    draft.observe_committed(torch.tensor([1]), 0)
     with pytest.raises(DraftError, match="closed"):
         draft.propose()
 
@@ -237,14 +237,14 @@ def test_what_nobody_judged_is_forgotten(seed: int, window: int) -> None:
         draft = Sequential(model=ToyModel(bigram_rule(random_table(6, seed)), 6), window=window)
         state = draft.open(toy_view(bigram_rule(random_table(6, seed)), 6))
         state.begin(toy_prompt([0, 3]))
-        state.observe(torch.tensor([1]), 0)
+        state.observe_committed(torch.tensor([1]), 0)
         seen = list[Any]()
         for kept in (0, window, 1):
             proposal = state.propose()
             if again:
                 assert torch.equal(state.propose().ids, proposal.ids)
             seen.append(proposal.ids.tolist())
-            state.observe(torch.cat([proposal.ids[:kept], torch.tensor([2])]), kept)
+            state.observe_committed(torch.cat([proposal.ids[:kept], torch.tensor([2])]), kept)
         found.append((seen, state._open().length()))
     assert found[0] == found[1]
 

@@ -98,13 +98,13 @@ def serve(wire: MessageSocket, options: dict[str, Any]) -> None:
 
 def serve_slowly(wire: MessageSocket, options: dict[str, Any]) -> None:
     """The draft's own service, in which each pass over frames takes a tenth of a second longer."""
-    encode = StreamRunner.encode
+    encode = StreamRunner.encode_frames
 
     def slowly(self: StreamRunner, frames: torch.Tensor) -> None:
         time.sleep(0.1)
         encode(self, frames)
 
-    StreamRunner.encode = slowly  # type: ignore[method-assign]
+    StreamRunner.encode_frames = slowly  # type: ignore[method-assign]
     _remote_drafter.serve(wire, options)
 
 

@@ -116,7 +116,7 @@ class Machine(RuleBasedStateMachine):
         if not self.length:
             return
         rows = data.draw(st.lists(st.integers(0, len(self.sequences) - 1), min_size=1, max_size=3))
-        self.state.reorder(torch.tensor(rows))
+        self.state.select_sequences(torch.tensor(rows))
         self.sequences = [list(self.sequences[row]) for row in rows]
 
     @precondition(lambda self: self.question is None)

@@ -16,7 +16,7 @@ from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import PositionIds
 from mmaccel.policies.kv._index import IndexPolicy
 from mmaccel.policies.kv._ingest import Bases
-from mmaccel.policies.kv.rekv import FrameIndex, Frames
+from mmaccel.policies.kv.rekv import EveryFrameIndex, FrameIndex
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
 
 HEADS, GROUPS, SIZE, TOKENS = 6, 2, 8, 3
@@ -38,7 +38,7 @@ def by_the_paper(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
 def index_of(layers: int, similarity: str = "dot") -> FrameIndex:
     geometry = Geometry(layers=layers, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=9, vocab=9)
     stream: Any = SimpleNamespace(tokens_per_unit=TOKENS, dtype=torch.float32)
-    policy: Any = Frames(similarity=similarity)  # type: ignore[arg-type]
+    policy: Any = EveryFrameIndex(similarity=similarity)  # type: ignore[arg-type]
     return FrameIndex(policy, stream, geometry, torch.device("cpu"), 0, False)
 
 
@@ -141,14 +141,14 @@ def test_positions_are_those_of_a_prompt() -> None:
     assert positions.by_range(300, 2).tolist() == list(range(HEAD + 1200, HEAD + 1208))
     assert torch.equal(positions.by_number(torch.tensor([2, 200]), 200)[4:], positions.by_range(200, 1))
     assert positions.text_positions(3, 2, 2).tolist() == [HEAD + 12 + 2, HEAD + 12 + 3]
-    assert positions.largest(3) == HEAD + 12
+    assert positions.largest_position(3) == HEAD + 12
     three = grid(1000)
     assert three.by_range(0, 3)[0].tolist() == [5] * 4 + [6] * 4 + [8] * 4
     for unit in (2, 2, 0):
         time = three.by_range(unit, 1)[0]
         assert time.tolist() == [5 + int(1.5 * unit)] * 4, "whatever was asked for before"
     assert three.by_range(2, 1)[1:].tolist() == [[5, 5, 6, 6], [5, 6, 5, 6]]
-    assert three.text_positions(9, 1, 2).tolist() == [[8, 9]] * 3 and three.largest(100) == 5 + 148
+    assert three.text_positions(9, 1, 2).tolist() == [[8, 9]] * 3 and three.largest_position(100) == 5 + 148
 
 
 @given(
@@ -164,7 +164,7 @@ def test_bases_keep_positions_under_the_limit_and_windows_whole(
 ) -> None:
     positions = grid(limit) if three else line(unit, limit)
     bases = Bases(positions, window, spare)
-    fits = max(n for n in range(1, 500) if n == 1 or positions.largest(n) < limit)
+    fits = max(n for n in range(1, 500) if n == 1 or positions.largest_position(n) < limit)
     least = max(2 * window, window + spare)
     units = range(0, 1500, 31)
     for one in units:
@@ -176,7 +176,7 @@ def test_bases_keep_positions_under_the_limit_and_windows_whole(
         if one < fits:
             assert base == 0 or fits <= least, "true positions as long as they fit"
         if fits > least:
-            assert positions.largest(one - base + 1) <= limit
+            assert positions.largest_position(one - base + 1) <= limit
         count = data.draw(st.integers(1, 40))
         same = bases.count_same_base(one, count)
         assert 1 <= same <= count and {bases.base_of_unit(one + i) for i in range(same)} == {base}
@@ -188,7 +188,7 @@ def test_spare_units_push_no_window_of_half_the_limit_past_it() -> None:
     for window in range(1, 84):
         bases = Bases(positions, window, 8)
         furthest = max(one - bases.base_of_unit(one) for one in range(1000))
-        assert positions.largest(furthest + 1) <= 32768
+        assert positions.largest_position(furthest + 1) <= 32768
 
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
@@ -266,13 +266,13 @@ def test_what_is_encoded_saw_the_head_and_the_window_and_nothing_else(name: str)
     outs: list[Tensor] = []
     with open_session(name, {"name": "rekv", "window": window, "frames": 2}) as session:
         stream_adapter: Any = session._stream_adapter
-        run = stream_adapter.run
+        run = stream_adapter.run_layers
 
         def kept(*given: Any, **more: Any) -> Tensor:
             outs.append(run(*given, **more))
             return outs[-1]
 
-        stream_adapter.run = kept
+        stream_adapter.run_layers = kept
         for part in frames.split([4, 2, 8]):
             session.watch(part, fps=FPS)
         live = session._live

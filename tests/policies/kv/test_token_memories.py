@@ -164,7 +164,7 @@ def test_a_question_sees_the_best_pages_and_the_recent_frames(axes: int, limit: 
             index += range(len(old) // 5 * 5, len(columns))
             ranks = torch.tensor(index)
             own = held.column[ranks]
-            long = made.largest(CLIP + 20) >= limit
+            long = made.largest_position(CLIP + 20) >= limit
             head = draw((1, layer, -1), 1, GROUPS, HEAD, SIZE)
             after = len(columns) // TOKENS if long else CLIP + 20
             _, key, _ = words(layer, 5, 7)
@@ -206,7 +206,7 @@ def test_every_query_of_the_pass_is_asked_of_probes_at_most() -> None:
 
 
 def test_clips_and_budgets_are_counted_in_frames() -> None:
-    state = opened(LiveVLM(frames=5, recent=3), pace=2)
+    state = opened(LiveVLM(frames=5, recent=3), frames_per_unit=2)
     assert (state.clip, state.budget, state.recent) == (16, 3 * TOKENS, 2)  # type: ignore[attr-defined]
     assert [state.units_that_fit(first, 99) for first in (0, 5, 16)] == [16, 11, 16] and state.units_that_fit(
         3, 2
@@ -294,7 +294,7 @@ def test_a_question_sees_all_that_is_held(axes: int, limit: int) -> None:
         position_ids(axes, limit),
     )
     views = run(state, StreamPass(kind="question", rows=4), lambda layer: words(layer, 4, 1))
-    long = made.largest(19) >= limit
+    long = made.largest_position(19) >= limit
     assert long == (limit < 1000)
     for layer, view in enumerate(views):
         held = state._held[layer]

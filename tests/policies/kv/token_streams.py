@@ -62,7 +62,11 @@ def raw(layer: int, unit: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def opened(policy: StreamPolicy, axes: int = 1, limit: int = 10**6, pace: int = 1) -> TokenMemory:
     stream = Stream(
-        tokens_per_unit=TOKENS, head=HEAD, pace=pace, positions=position_ids(axes, limit), dtype=torch.float64
+        tokens_per_unit=TOKENS,
+        head=HEAD,
+        frames_per_unit=pace,
+        positions=position_ids(axes, limit),
+        dtype=torch.float64,
     )
     state = policy.open_stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type]
     assert isinstance(state, TokenMemory)
@@ -135,7 +139,7 @@ def words(layer: int, rows: int, name: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
-    return WHEEL.apply_rope(x, WHEEL.angles(positions, x.dtype))
+    return WHEEL.apply_rope(x, WHEEL.rope_angles(positions, x.dtype))
 
 
 def share(query: Tensor, key: Tensor) -> list[float]:

@@ -47,7 +47,7 @@ def run(
     end = places[..., -1:]
     places = torch.cat([places, end + 1 + torch.arange(n)], -1)
     start = embeds = torch.cat([embeds, model.get_input_embeddings()(written)])
-    cos, sin = family.rotary(model)(embeds[None], places)
+    cos, sin = family.rotary_module(model)(embeds[None], places)
     columns = torch.arange(S + n)
     weights = None
     attended, cuts = family.attended_layers(model), dict(cuts)
@@ -72,7 +72,7 @@ def run(
             columns, cos, sin = columns[rows], cos[:, rows], sin[:, rows]
             if compact and inside != len(stay):
                 flat = torch.arange(len(columns))[None]
-                cos, sin = family.rotary(model)(
+                cos, sin = family.rotary_module(model)(
                     embeds[None], flat.expand(3, -1, -1) if family.mrope else flat
                 )
         if index is None:
@@ -88,7 +88,7 @@ def run(
             added = torch.zeros(S + n, embeds.shape[1])
             added[:S][visual[0]] = levels[number]
             embeds = embeds + added[columns]
-    hidden = family.text(model).norm(embeds[-n - 1 :])
+    hidden = family.text_model(model).norm(embeds[-n - 1 :])
     return model.get_output_embeddings()(hidden)
 
 

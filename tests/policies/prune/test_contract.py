@@ -13,7 +13,7 @@ from mmaccel.contract.prefill import DEPTH, check_stages, random_signals
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.prefill.prune import (
     TokenPruner,
-    checked_stages,
+    check_pruning_stages,
     evenly_spaced,
     share_token_count,
     top_indices,
@@ -47,7 +47,7 @@ def test_text_and_marks_stay(name: str, layout, seed: int) -> None:
 def test_everything_and_nothing(name: str, layout) -> None:
     for fields, want in ((EVERYTHING, layout.length), (NOTHING, layout.length - len(visual(layout)))):
         pruner = build(name, **fields.get(name, {"retention": 1.0 if fields is EVERYTHING else 0.0}))
-        stage = pruner.stages(DEPTH)[-1]
+        stage = pruner.pruning_stages(DEPTH)[-1]
         signals = random_signals(layout, stage)
         kept = pruner.prune(signals, layout, stage)
         if name == "dycoke" and fields is NOTHING:
@@ -67,7 +67,7 @@ def test_counts_are_exact(name: str, retention: float, count: int) -> None:
     """Of 100 tokens; 0.29 of them is 28.999... in binary."""
     layout = layout_of([("text", 3), ("video", [(2, 5)] * 10, 1), ("text", 4)])
     pruner = build(name, retention=retention)
-    (stage,) = pruner.stages(DEPTH)
+    (stage,) = pruner.pruning_stages(DEPTH)
     kept = pruner.keep(random_signals(layout, stage), layout, stage)
     assert len(kept) == count + 3 + 1 + 4
 
@@ -75,7 +75,7 @@ def test_counts_are_exact(name: str, retention: float, count: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_it_declares(name: str) -> None:
     pruner = build(name)
-    for stage in checked_stages(pruner, DEPTH):
+    for stage in check_pruning_stages(pruner, DEPTH):
         assert bool(stage.hidden) == ("hidden" in pruner.needs)
         assert bool(stage.attention) == ("attention" in pruner.needs)
     told = Recipe.load({"prune": name}).to_dict()["prune"] if pruner.stage != "draft" else None
@@ -123,7 +123,7 @@ def test_other_fields_are_checked_at_birth(name: str, fields: dict[str, Any], wo
 )  # fmt: skip
 def test_a_model_too_shallow_is_refused(name: str, fields: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=name):
-        build(name, **fields).stages(4)
+        build(name, **fields).pruning_stages(4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -96,7 +96,7 @@ def known(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 )
 def test_signals_are_the_model_s_own(family: str, shallow: Any, name: str, kind: str, passes: str) -> None:
     inputs, pruner = prompt(family, PROMPTS[kind], seed=2), LISTENERS[name]
-    (stage,) = pruner.stages(4)
+    (stage,) = pruner.pruning_stages(4)
     states, attention = known(shallow, inputs)
     told: list[Tensor] = []
     with torch.no_grad(), listening(shallow, pruner) as fast:
@@ -110,7 +110,7 @@ def test_signals_are_the_model_s_own(family: str, shallow: Any, name: str, kind:
         cache, begin = None, 0
         for end in cuts:
             piece = {"inputs_embeds": embeds[:, begin:end], "position_ids": places[..., begin:end]}
-            out = fast.adapter.text(shallow)(
+            out = fast.adapter.text_model(shallow)(
                 **piece, **read_by(listener), past_key_values=cache, use_cache=True
             )
             cache, begin = out.past_key_values, end
@@ -227,7 +227,7 @@ def test_it_chooses_among_what_the_read_layers_hold(
 ) -> None:
     """By the states and the attention of those columns alone; its share is of the whole video."""
     inputs, pruner = prompt(family, PROMPTS["long"]), DRAFTS[name]
-    (stage,) = pruner.stages(6)
+    (stage,) = pruner.pruning_stages(6)
     states: dict[int, list[Tensor]] = {index: [] for index in range(6)}
     told: list[Tensor] = []
     draft = registry("draft").build("sequential", {"model": copy.deepcopy(model), "prune": pruner})

@@ -42,7 +42,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("depth, layer", [(28, 9), (64, 20), (80, 20), (8, 3), (3, 1)])
 def test_uv_reads_the_default_layer(depth: int, layer: int) -> None:
-    (stage,) = UVPrune().stages(depth)
+    (stage,) = UVPrune().pruning_stages(depth)
     assert (stage.layer, stage.hidden, stage.attention) == (layer, (min(1, layer - 1), layer), ())
 
 
@@ -67,7 +67,7 @@ def test_uv_is_equation_three(layout: TokenLayout, variation: bool, base: int, c
         # A frame of one token has nothing beyond its mean, in exact arithmetic.
         score = {c: s - means[c] if s != means[c] else 0.0 for c, s in score.items()}
     pruner = UVPrune(retention=0.3, layer=L, base=base, variation=variation, contrast=contrast)
-    (stage,) = pruner.stages(8)
+    (stage,) = pruner.pruning_stages(8)
     got = pruner.keep({"hidden": states[list(stage.hidden)].float()}, layout, stage)
     assert got.tolist() == whole(layout, top(score, down(0.3, len(score))))
 
@@ -79,7 +79,7 @@ def test_attention_takes_a_share_of_the_mass_then_spreads(
     layout: TokenLayout, retention: float, mass: float
 ) -> None:
     pruner = AttentionPrune(retention=retention, mass=mass)
-    (stage,) = pruner.stages(4)
+    (stage,) = pruner.pruning_stages(4)
     assert stage.attention == ((0, 1, 2, 3),)
     signals = random_signals(layout, stage, asked=5)
     score = {c: float(signals["attention"][0, :, c].mean()) for c in visual(layout)}
@@ -100,7 +100,7 @@ def test_attention_takes_a_share_of_the_mass_then_spreads(
 
 def test_attention_by_variation_is_the_gain_from_first_to_last_layer(layout: TokenLayout) -> None:
     pruner = AttentionPrune(retention=0.4, mass=1.0, variation=True)
-    (stage,) = pruner.stages(6)
+    (stage,) = pruner.pruning_stages(6)
     assert stage.attention == ((0,), (5,))
     a = (signals := random_signals(layout, stage, asked=3))["attention"]
     score = {c: float(a[1, :, c].mean() - a[0, :, c].mean()) for c in visual(layout)}
@@ -110,7 +110,7 @@ def test_attention_by_variation_is_the_gain_from_first_to_last_layer(layout: Tok
 @pytest.mark.parametrize("retention", [0.0, 0.1, 0.29, 0.5, 0.9, 1.0])
 def test_uniform_takes_the_middles_of_equal_stretches(layout: TokenLayout, retention: float) -> None:
     pruner = UniformPrune(retention=retention)
-    (stage,) = pruner.stages(4)
+    (stage,) = pruner.pruning_stages(4)
     columns = visual(layout)
     n, m = down(retention, len(columns)), len(columns)
     middles = [columns[math.floor((Fraction(k) + Fraction(1, 2)) * m / n)] for k in range(n)]
@@ -119,7 +119,7 @@ def test_uniform_takes_the_middles_of_equal_stretches(layout: TokenLayout, reten
 
 def test_random_is_a_fair_lot_of_its_seed() -> None:
     layout = layout_of(LAYOUTS["one video"])
-    (stage,) = RandomPrune(retention=0.5).stages(4)
+    (stage,) = RandomPrune(retention=0.5).pruning_stages(4)
     draws = torch.zeros(layout.length)
     for seed in range(600):
         pruner = RandomPrune(retention=0.5, seed=seed)
@@ -141,7 +141,7 @@ def test_fastv_averages_what_it_is_asked_to() -> None:
 
 def test_pyramid_drop_halves_the_prompt_s_count_at_every_stage(layout: TokenLayout) -> None:
     pruner = PyramidDrop()
-    stages = pruner.stages(32)
+    stages = pruner.pruning_stages(32)
     assert [(s.layer, s.attention) for s in stages] == [(8, ((8,),)), (16, ((16,),)), (24, ((24,),))]
     m, left, names = len(visual(layout)), layout, list(range(layout.length))
     for rank, stage in enumerate(stages, 1):
@@ -200,7 +200,7 @@ def sparse_by_hand(signals: dict[str, Tensor], layout: TokenLayout, count: int, 
 @pytest.mark.parametrize("recycle", [0.3, 0.0, 1.0])
 def test_sparsevlm_raters_scores_and_recycling(layout: TokenLayout, recycle: float) -> None:
     pruner = SparseVLM(retention=(0.5,), layers=(2,), recycle=recycle)
-    (stage,) = pruner.stages(8)
+    (stage,) = pruner.pruning_stages(8)
     assert (stage.layer, stage.hidden, stage.attention) == (3, (0, 3), ((2,),))
     signals = random_signals(layout, stage, asked=len(looking(layout)))
     columns, merged = sparse_by_hand(signals, layout, down(0.5, len(visual(layout))), recycle)
@@ -214,7 +214,7 @@ def test_sparsevlm_raters_scores_and_recycling(layout: TokenLayout, recycle: flo
 
 
 def test_sparsevlm_cuts_where_its_paper_does() -> None:
-    stages = SparseVLM().stages(32)
+    stages = SparseVLM().pruning_stages(32)
     assert [s.layer for s in stages] == [3, 7, 16]
     layout = layout_of([("video", [(24, 24)]), ("text", 1)])
     signals = random_signals(layout, stages[0])
@@ -228,7 +228,7 @@ def test_sparsevlm_cuts_where_its_paper_does() -> None:
 @pytest.mark.parametrize("drop", [0.7, 0.5, 1.0])
 def test_dycoke_thins_what_repeats(layout: TokenLayout, drop: float) -> None:
     pruner = DyCoke(drop=drop)
-    (stage,) = pruner.stages(8)
+    (stage,) = pruner.pruning_stages(8)
     signals = random_signals(layout, stage)
     states, frames = signals["hidden"][0], frames_of(layout)
     segment = [int(layout.segment[0, f[0]]) for f in frames]
@@ -263,7 +263,7 @@ def test_dycoke_looks_again_when_attention_turns() -> None:
 @pytest.mark.parametrize("retention, contextual", [(0.5, 0.4), (0.34, 1.0), (0.7, 0.0), (64 / 196, 10 / 64)])
 def test_visionzip_dominant_and_contextual(layout: TokenLayout, retention: float, contextual: float) -> None:
     pruner = VisionZip(retention=retention, contextual=contextual)
-    (stage,) = pruner.stages(8)
+    (stage,) = pruner.pruning_stages(8)
     signals = random_signals(layout, stage)
     states, score, key = signals["hidden"][0], signals["vision_attention"], signals["vision_key"]
     kept: list[int] = []
@@ -292,7 +292,7 @@ def test_visionzip_dominant_and_contextual(layout: TokenLayout, retention: float
 def test_visionzip_counts_as_its_paper_does() -> None:
     layout = layout_of([("video", [(14, 14)] * 2, 1), ("text", 2)])
     pruner = VisionZip()
-    (stage,) = pruner.stages(8)
+    (stage,) = pruner.pruning_stages(8)
     signals = random_signals(layout, stage)
     kept = pruner.prune(signals, layout, stage)
     assert len(kept.columns) == 2 * 64 + 1 + 2
@@ -304,7 +304,7 @@ def test_visionzip_counts_as_its_paper_does() -> None:
 def test_visionzip_carries_what_rounding_takes() -> None:
     layout = layout_of([("video", [(4, 4)] * 10, 1), ("text", 2)])
     pruner = VisionZip(retention=0.1, carry=True)
-    (stage,) = pruner.stages(8)
+    (stage,) = pruner.pruning_stages(8)
     kept = pruner.keep(random_signals(layout, stage), layout, stage)
     each = [len(set(frame) & set(kept.tolist())) for frame in frames_of(layout)]
     assert sum(each) == 16 == sum(pruner.counts(10, 16)) and each == pruner.counts(10, 16)
@@ -314,7 +314,7 @@ def test_visionzip_carries_what_rounding_takes() -> None:
 def test_visionzip_takes_all_frames_at_once() -> None:
     """On a GPU every operation is a launch, and a frame of sixteen tokens is nothing."""
     pruner = VisionZip(retention=0.5, contextual=0.4)
-    (stage,) = pruner.stages(8)
+    (stage,) = pruner.pruning_stages(8)
     counts = []
     for many in (4, 400):
         layout = layout_of([("video", [(4, 4)] * many, 1), ("text", 2)])

@@ -173,7 +173,7 @@ def test_before_the_language_model(family: str, model: Any, plain: Any, kind: st
         tokens, logits = written(fast, inputs)
         told = fast.report().kv
     layout = layout_in(model, inputs)
-    (stage,) = pruner.stages(6)
+    (stage,) = pruner.pruning_stages(6)
 
     def cut(told: dict[str, Any]) -> tuple[Tensor, Tensor]:
         stay = pruner.keep({"hidden": told["start"][None]}, layout, stage)
@@ -288,7 +288,7 @@ def test_visionzip_reads_the_vision_tower(family: str, model: Any, plain: Any, k
             once = fast(**inputs).logits[0, -1]
     torch.testing.assert_close(once, logits[0], atol=1e-5, rtol=0)
     layout, signals = layout_in(model, inputs), tower_by_hand(family, model, inputs)
-    (stage,) = pruner.stages(6)
+    (stage,) = pruner.pruning_stages(6)
 
     def cut(told: dict[str, Any]) -> tuple[Tensor, Tensor]:
         given = {

@@ -113,7 +113,7 @@ def listed_by_hand(plan: AttentionPlan) -> Tensor:
     for part in plan.parts:
         own = total[:, part.for_heads(plan.heads)]
         for span in part.spans:
-            table = span.lists.table().expand(*own.shape, -1, -1)
+            table = span.lists.to_dense_table().expand(*own.shape, -1, -1)
             rows, keys = (
                 (row >= 0).expand(*own.shape, -1).unflatten(-1, (-1, block)).sum(-1)
                 for row, block in ((part.q_row, plan.block_q), (span.k_row, plan.block_k))
@@ -177,7 +177,7 @@ def test_expected_is_about_what_is_listed(name: str, start: int) -> None:
     queries = layout.select_tokens(slice(start, None))
     query, key = tensors(N)
     plan = pattern.plan(query[:, :, start:], key, queries, layout)
-    listed = sum(float(s.lists.count.double().sum((0, 2)).mean()) for p in plan.parts for s in p.spans)
+    listed = sum(float(s.lists.list_lengths.double().sum((0, 2)).mean()) for p in plan.parts for s in p.spans)
     expected = pattern.expected_blocks(N - start, N, (queries, layout))
     assert 0.75 * listed <= expected <= 1.4 * listed
 
@@ -285,8 +285,8 @@ def test_patterns_of_a_boundary_as_a_recipe_writes_them() -> None:
     )
     pattern = registry("sparse").build("boundary_2d", fields)
     assert isinstance(pattern, Boundary2D)
-    assert pattern.groups[VIDEO][TEXT] == AShape(sink=0, block=32)
-    assert pattern.groups[TEXT] == {TEXT: Grid(block=32), IMAGE: Grid(block=32), VIDEO: None}
+    assert pattern.modality_groups[VIDEO][TEXT] == AShape(sink=0, block=32)
+    assert pattern.modality_groups[TEXT] == {TEXT: Grid(block=32), IMAGE: Grid(block=32), VIDEO: None}
     again = Recipe.load(sparse=pattern).to_dict()["sparse"]
     assert again["pairs"]["video>text"]["sink"] == 0 and again["default"]["name"] == "grid"
     assert Recipe.load({"sparse": again}).sparse == pattern

@@ -173,7 +173,7 @@ def test_the_last_queries_of_a_caller_s_own_are_those_that_are_there(case: str) 
     diagonals = torch.zeros(weight.shape[:2] + column.shape, dtype=weight.dtype)
     for row, place in enumerate(at.tolist()):
         diagonals[..., : place + 1] += weight[:, :, row, : place + 1].flip(-1)
-    for found, want in zip(last.line_sums(), (weight.sum(2), diagonals), strict=True):
+    for found, want in zip(last.line_weights(), (weight.sum(2), diagonals), strict=True):
         torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-6)
 
 
@@ -313,7 +313,7 @@ def test_a_single_modality_is_planned_as_without_a_boundary(inner: Any, segments
                 for name in ("k_row", "q_pos", "k_pos"):
                     assert torch.equal(getattr(a, name), getattr(b, name))
                 assert torch.equal(a.lists.row, b.lists.row) and torch.equal(a.lists.kind, b.lists.kind)
-                assert torch.equal(a.lists.entries, b.lists.entries)
+                assert torch.equal(a.lists.index_or_empty, b.lists.index_or_empty)
 
 
 def test_patterns_of_the_layout_alone_are_planned_and_joined_once() -> None:

@@ -42,7 +42,7 @@ def test_queries_and_keys_are_handed_on_uncopied(monkeypatch: pytest.MonkeyPatch
         assert layer.query is query if self.adaptive else layer.query._base is query
         return layer.planned_head_indices
 
-    seen = heard(monkeypatch, IntraPattern, "cached_parts", watched)
+    seen = heard(monkeypatch, IntraPattern, "cached_plan_parts", watched)
     from mmaccel.core.layout import TokenLayout
 
     layout = TokenLayout.text(1, 96)
@@ -79,7 +79,7 @@ def test_heads_apart_are_planned_at_once_as_run_by_run(
     mask = plan.to_mask()
     assert mask[0, 0].sum() < layout.length * (layout.length + 1) / 2
     for run in runs:
-        alone = own.plan(run.of(query), key[:, run.groups], layout, layout)
+        alone = own.plan(run.select_queries(query), key[:, run.groups], layout, layout)
         assert alone is not None and torch.equal(mask[:, list(run.heads)], alone.to_mask())
 
 
@@ -233,11 +233,11 @@ def test_a_shard_of_a_model_follows_the_patterns_of_its_own_heads() -> None:
     assert adapter.local_heads(model) == range(2, 4)
     view = ModelView(model, adapter, adapter_for)
     bound = PerHead(table={0: sinks, 1: {1: sinks[1], 2: sinks[2]}}, default="dense").for_model(view)
-    assert [bound.for_layer(0).pattern_of(head) for head in range(2)] == [
+    assert [bound.for_layer(0).head_pattern(head) for head in range(2)] == [
         AShape(sink=head, window=5) for head in (2, 3)
     ]
     # Of the second layer the shard has head 2 alone, its first.
-    assert [bound.for_layer(1).pattern_of(head).name for head in range(2)] == ["a_shape", "dense"]
+    assert [bound.for_layer(1).head_pattern(head).name for head in range(2)] == ["a_shape", "dense"]
 
 
 def test_the_shipped_table_lies_in_the_model_s_folder(tmp_path: Path) -> None:

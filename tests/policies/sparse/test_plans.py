@@ -145,13 +145,13 @@ def untraceable(*_: Any) -> None:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The planners ask as on a GPU, and are told that kernels run."""
-    monkeypatch.setattr(operator, "why_not", untraceable)
+    monkeypatch.setattr(operator, "why_kernels_unusable", untraceable)
     monkeypatch.setattr(operator, "find_spec", lambda name: untraceable(name) or name)
     told = property(lambda self: has_kernel(self.query.device, self.query.dtype, *self.query.shape[2:]))
     monkeypatch.setattr(LastQueryAttention, "has_kernel", told)
-    operator.triton_unusable.cache_clear()  # type: ignore[attr-defined]
+    operator.why_triton_unusable.cache_clear()  # type: ignore[attr-defined]
     yield
-    operator.triton_unusable.cache_clear()  # type: ignore[attr-defined]
+    operator.why_triton_unusable.cache_clear()  # type: ignore[attr-defined]
 
 
 def test_a_graph_of_any_length_asks_what_a_device_is(fused: None) -> None:
@@ -182,9 +182,9 @@ def test_what_a_device_is_asked_is_a_constant_of_the_graph(name: str, fused: Non
 
     with pytest.MonkeyPatch.context() as plain:
         plain.setattr(LastQueryAttention, "has_kernel", False)
-        plain.setattr(operator, "why_not", lambda *_: "no kernel runs here")
+        plain.setattr(operator, "why_kernels_unusable", lambda *_: "no kernel runs here")
         layer(query, key, value)  # the host knows the layout
-    operator.triton_unusable.cache_clear()  # type: ignore[attr-defined]
+    operator.why_triton_unusable.cache_clear()  # type: ignore[attr-defined]
     torch.compile(layer, backend=seen, fullgraph=True)(query, key, value)
     assert len(graphs) == 1 and "mmaccel" in graphs[0].code
     torch._dynamo.reset()
@@ -276,7 +276,7 @@ def test_a_narrowed_plan_has_the_pairs_of_both(name: str, scene: Scene, sinks: i
 
 def ends_show_something(plan: AttentionPlan, part: Part, span: KeySpan, mask: Tensor) -> None:
     """The first and the last block of each list hold a key that the window shows to a row of the block of queries."""
-    offset, block, _ = span.lists.flat()
+    offset, block, _ = span.lists.flatten()
     b, h, M = offset.shape[0], offset.shape[1], offset.shape[2] - 1
     q_row, k_row = (row.expand(b, h, -1) for row in (part.q_row, span.k_row))
     for x, y, m in itertools.product(range(b), range(h), range(M)):
@@ -307,7 +307,8 @@ def test_blocks_that_a_window_leaves_out_are_not_listed(name: str, shown: tuple[
         assert (narrow.count_listed_pairs() < plan.count_listed_pairs()).all()
     assert narrow is plan.limit_to_window(sinks, window)
     assert torch.equal(
-        narrow.first(37).to_mask(), narrow.to_mask() * (torch.arange(plan.n_query) < 37)[:, None]
+        narrow.limit_to_first_rows(37).to_mask(),
+        narrow.to_mask() * (torch.arange(plan.n_query) < 37)[:, None],
     )
     moved = narrow.to("meta")
     assert [(p.sinks, p.edge) for p in moved.parts] == [(p.sinks, p.edge) for p in narrow.parts]

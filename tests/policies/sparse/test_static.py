@@ -103,7 +103,7 @@ def test_parts_of_the_bottom_have_few_rows() -> None:
     layout = Scene((sequence([(TEXT, [4096])]),)).layout()
     plan = TriShape(window=512).plan(query, key, layout, layout)
     assert plan is not None and [part.q_row.shape[-1] for part in plan.parts] == [4096, 128]
-    longest = [max(s.lists.count.max() for s in part.spans) for part in plan.parts]
+    longest = [max(s.lists.list_lengths.max() for s in part.spans) for part in plan.parts]
     assert longest[0] <= 9 and longest[1] == 64
 
 
@@ -136,7 +136,7 @@ def test_the_heaviest_blocks_are_kept(stride: int | None, scene: Scene, choice: 
     how = dict(score="mean") if stride is None else dict(score="antidiagonal", stride=stride)
     pattern = BlockTopK(block=16, **how, **choice)
     plan = scene.plan(pattern)
-    listed = plan.parts[0].spans[0].lists.count.sum(-1).max()
+    listed = plan.parts[0].spans[0].lists.list_lengths.sum(-1).max()
     assert int(listed) <= pattern.max_blocks_total(plan.n_query, plan.n_key)
     query, key, _ = scene.tensors()
     got = plan.to_mask().numpy()

@@ -17,10 +17,10 @@ from mmaccel.backends.triton.launch_args import encode_int_args, leading_strides
 from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.backends.triton.prefill.kernel import (
     LEAST_CHUNK,
-    Work,
+    SplitListPieces,
     attend_kernel,
+    count_resident_programs,
     merge_kernel,
-    resident_programs,
     split_kernel_args,
 )
 from mmaccel.backends.triton.prefill.lists import get_cached_on_plan, merge_query_block_pairs
@@ -76,7 +76,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     own = [t for s in spans for t in (s.k_row, s.q_pos, s.k_pos, s.lists.row, s.bias) if t is not None]
     lists = H if any(t.shape[1] > 1 for t in (q_row, *own)) else 1
     alone = lists > 1 or (H // G) % 2
-    shared = operators.resources(query.device).shared
+    shared = operators.find_device_limits(query.device).shared
     if rows and alone and block_q <= 64 and all(plain) and shared >= PAIRS:
         # Lists that are runs of blocks in their order differ little between neighbours: two share what they load, if they
         # cannot share it with another head.
@@ -114,7 +114,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     scale *= math.log2(math.e)
     short: Tensor | None = None
     if (
-        not part.extra
+        not part.uses_extras
         and rows
         and lists == H
         and not all(plain)
@@ -139,22 +139,24 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     split = short is None and longest > (LEAST_CHUNK if chunk is None else chunk)
     work = None
     if split:
-        sizes_of = B, lists, M, tiles, longest, resident_programs(query.device), chunk
+        sizes_of = B, lists, M, tiles, longest, count_resident_programs(query.device), chunk
         plan = [s.lists.row for s in spans]
-        work = get_cached_on_plan(plan, sizes_of, lambda: Work.of([s.lists.count for s in spans], *sizes_of))
+        work = get_cached_on_plan(
+            plan, sizes_of, lambda: SplitListPieces.of([s.lists.list_lengths for s in spans], *sizes_of)
+        )
     outputs = split_kernel_args(work, tiles * tall * pack, DV, lse)
-    items = work.items if work is not None else list_rows
+    items = work.max_programs if work is not None else list_rows
     layout = dict(GROUP=group, LISTS=lists, BLOCK_Q=block_q, ROWS=tall, PACK=pack, PLACED=bool(rows))
     sizes = dict(DV=DV, BLOCK_DV=value_size)
     ends = (*row_strides(out), *leading_strides(lse))
     given = (out, lse, *outputs, q_row, *leading_strides(q_row))
     engine = (
-        not part.extra
+        not part.uses_extras
         and short is None
         and hopper_launch.supports_inputs(query, key, value, tall * pack, block_k, positions)
     )
     if engine:
-        short = hopper_launch.launch(
+        short = hopper_launch.launch_on_hopper(
             (items, tiles), (query, key, value), spans, given, (*ends, M), scale,
             SPLIT=split, BLOCK_K=block_k, **layout,
         )  # fmt: skip
@@ -165,7 +167,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         attend_kernel[(items, tiles)](
             query, key, value, lse if short is None else short, *given, tuple(s.k_row for s in spans),
             tuple(s.q_pos for s in spans), tuple(s.k_pos for s in spans), tuple(s.lists.row for s in spans),
-            tuple(s.lists.entries for s in spans), tuple(s.lists.kind for s in spans),
+            tuple(s.lists.index_or_empty for s in spans), tuple(s.lists.kind for s in spans),
             tuple(s.lo for s in spans), encode_int_args(min(s.hi, torch.iinfo(positions).max) for s in spans),
             plain, strides, more,
             *(stride for t in (query, key, value) for stride in (*row_strides(t), t.stride(3))), *ends, M, scale,

@@ -202,9 +202,9 @@ def _kernel_constants(query, key, row):
     )
 
 
-def row_totals(query, key, row, at, width):
-    """Launch `ops.lines.row_totals`: each query's log-sum-exp [B, H, L], over up to `SPLITS` pieces of the keys, which a
-    second kernel merges."""
+def rowwise_logsumexp(query, key, row, at, width):
+    """Launch `ops.lines.rowwise_logsumexp`: each query's log-sum-exp [B, H, L], over up to `SPLITS` pieces of the keys,
+    which a second kernel merges."""
     B, H, L, D = query.shape
     shape, at = _kernel_constants(query, key, row), at.contiguous()
     piece = max(LEAST_PIECE, -(-width // SPLITS))
@@ -214,8 +214,8 @@ def row_totals(query, key, row, at, width):
     out = query.new_empty(B, H, L, dtype=torch.float32)
     scale = D**-0.5 * math.log2(math.e)
     row_bytes = shape["BLOCK_D"] * query.element_size()
-    here = operators.resources(query.device)
-    stages = here.pipeline_stages(3, shape["BLOCK_N"] * row_bytes, shape["BLOCK_L"] * row_bytes)
+    here = operators.find_device_limits(query.device)
+    stages = here.max_pipeline_stages(3, shape["BLOCK_N"] * row_bytes, shape["BLOCK_L"] * row_bytes)
     _totals_kernel[(B * H, splits)](
         query, key, at if row is None else row, at, part, _tensor_strides(query), _tensor_strides(key),
         width, piece, H, L, scale, **shape, num_stages=stages,
@@ -224,13 +224,13 @@ def row_totals(query, key, row, at, width):
     return out
 
 
-def line_sums(query, key, row, at, total, width, pooled):
-    """Launch `ops.lines.line_sums`: attention weight of columns and diagonals, [B, h, n] each; a program sums `LINES` of
+def line_weights(query, key, row, at, total, width, pooled):
+    """Launch `ops.lines.line_weights`: attention weight of columns and diagonals, [B, h, n] each; a program sums `LINES` of
     both."""
     B, H, L, D = query.shape
     shape, at = _kernel_constants(query, key, row), at.contiguous()
     # Those of some heads of a batch may be a view.
-    total = row_totals(query, key, row, at, width) if total is None else total.contiguous()
+    total = rowwise_logsumexp(query, key, row, at, width) if total is None else total.contiguous()
     shape["BLOCK_N"] = LINES
     members = shape["GROUP"] if pooled else 1
     columns = query.new_empty(B, H // members, width, dtype=torch.float32)
@@ -398,15 +398,15 @@ def _phases_kernel(
     tl.store(shift + head, tl.min(tl.where(found == tl.max(found, 0), c, BLOCK_C), 0).to(tl.int64))
 
 
-def class_phases(query, key, row, at, total, width, pooled, pairing, score, rows):
-    """Launch `ops.lines.class_phases` (best column class and slash phase of grid heads): one kernel sums over each class,
-    one compares the classes."""
+def choose_grid_lines(query, key, row, at, total, width, pooled, pairing, score, rows):
+    """Launch `ops.lines.choose_grid_lines` (best column class and slash phase of grid heads): one kernel sums over each
+    class, one compares the classes."""
     order, start, own, members, stride = pairing
     B, H, L, D = query.shape
     C = start.shape[1] - 1
     shape, at = _kernel_constants(query, key, row), at.contiguous()
     # Those of some heads of a batch may be a view.
-    total = row_totals(query, key, row, at, width) if total is None else total.contiguous()
+    total = rowwise_logsumexp(query, key, row, at, width) if total is None else total.contiguous()
     members_of = shape["GROUP"] if pooled else 1
     shape["BLOCK_N"], shape["num_warps"] = KEYS, 4 if shape["BLOCK_L"] <= 64 else 8
     stages = STAGES if query.element_size() < 4 and D <= 128 else 2
@@ -462,8 +462,8 @@ def _strides_kernel(
     tl.store(out + head * tl.num_programs(0) + tl.program_id(0), whole)
 
 
-def stride_scores(value, at, low, high, score):
-    """Launch `ops.lines.stride_scores`: the best residue class's score for each stride, [B, H, strides]; a program per
+def score_strides(value, at, low, high, score):
+    """Launch `ops.lines.score_strides`: the best residue class's score for each stride, [B, H, strides]; a program per
     stride and head."""
     kinds, B, H, width = value.shape
     out = torch.empty(B, H, high - low + 1, dtype=torch.float32, device=value.device)

@@ -108,7 +108,9 @@ def _where_of(row, tile, M, shape):
 
 
 @gluon.jit
-def fetch(own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.constexpr, APART: gl.constexpr):
+def tma_load(
+    own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.constexpr, APART: gl.constexpr
+):
     """Load 64 rows into shared memory by TMA: from the tensor itself, or from their copies where they are not adjacent
     there. Boxes of 64 columns go to every APART-th slot of `ring` from `first` on."""
     for c in gl.static_range(CHUNKS):
@@ -123,7 +125,7 @@ def fetch(own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.co
 
 
 @gluon.jit
-def rows_of(place, which: gl.constexpr, layout: gl.constexpr, shape):
+def locate_warp_group_rows(place, which: gl.constexpr, layout: gl.constexpr, shape):
     """Locate the 64 rows that a warp group computes: their heads, whether they exist, indices in the part, rows of the query
     (or -1)."""
     b, h, g, m, tile, q_row, q_row_b, q_row_h = place
@@ -154,7 +156,7 @@ def partial_row_sums(p):
 
 
 @gluon.jit
-def finish(
+def store_normalized_rows(
     acc, peak, total, b, rows, slot, split, stores, which: gl.constexpr, D: gl.constexpr,
     PLACED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -281,15 +283,15 @@ def producer_warp(
                         mbarrier.wait(k_free.index(stage), ((step // STAGES) & 1) ^ 1)
                         mbarrier.expect(k_full.index(stage), BYTES)
                         box, full = stage * CHUNKS * 2, k_full.index(stage)
-                        fetch(k_own, k_copies, left, at_own, column, k_boxes, full, box, CHUNKS, 2)
-                        fetch(k_own, k_copies, right, at_own, column, k_boxes, full, box + 1, CHUNKS, 2)
+                        tma_load(k_own, k_copies, left, at_own, column, k_boxes, full, box, CHUNKS, 2)
+                        tma_load(k_own, k_copies, right, at_own, column, k_boxes, full, box + 1, CHUNKS, 2)
                         step += 1
                         stage = step % STAGES
                         mbarrier.wait(v_free.index(stage), ((step // STAGES) & 1) ^ 1)
                         mbarrier.expect(v_full.index(stage), BYTES)
                         box, full = stage * CHUNKS * 2, v_full.index(stage)
-                        fetch(v_own, v_copies, left, at_own, column, v_boxes, full, box, CHUNKS, 2)
-                        fetch(v_own, v_copies, right, at_own, column, v_boxes, full, box + 1, CHUNKS, 2)
+                        tma_load(v_own, v_copies, left, at_own, column, v_boxes, full, box, CHUNKS, 2)
+                        tma_load(v_own, v_copies, right, at_own, column, v_boxes, full, box + 1, CHUNKS, 2)
     _tell(words, barriers, turn, -1, 0, 0)
 
 
@@ -381,7 +383,7 @@ def _rows(queries, row, tile, M, which: gl.constexpr, shape: gl.constexpr, D: gl
     b, h, g, m = _where_of(gl.maximum(row, 0), tile, M, shape)
     place = (b, h, g, m, tile, q_row, q_row_b, q_row_h)
     loaded: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    head_of, mine, at_place, at = rows_of(place, which, gl.SliceLayout(1, loaded), shape)
+    head_of, mine, at_place, at = locate_warp_group_rows(place, which, gl.SliceLayout(1, loaded), shape)
     d = gl.arange(0, D, gl.SliceLayout(0, loaded))
     q_at = b * q_b + head_of * q_h + gl.maximum(at, 0).to(gl.int64) * q_s
     here = gl.expand_dims(mine & (at >= 0), 1) & gl.expand_dims(d >= 0, 0)
@@ -420,7 +422,7 @@ def _consume(
             first, last = piece * chunk, piece * chunk + chunk
         b, h, g, m = _where_of(row, tile, M, shape)
         place = (b, h, g, m, tile, queries[4], queries[5], queries[6])
-        head_of, mine, at_place, at = rows_of(place, which, line, shape)
+        head_of, mine, at_place, at = locate_warp_group_rows(place, which, line, shape)
         peak = gl.full([64], float("-inf"), gl.float32, line)
         acc = gl.full([64, D], 0.0, gl.float32, o_layout)
         total = partial_row_sums(nothing)
@@ -484,7 +486,7 @@ def _consume(
         step = (step & -4) + FRESH
         acc = warpgroup_mma_wait(0, deps=(acc,))
         total = gl.convert_layout(gl.sum(total, 1), line)
-        finish(
+        store_normalized_rows(
             acc, peak, total, b, (head_of, mine, at_place, at), slot, split, stores, which, D, PLACED, SPLIT
         )
 

@@ -24,10 +24,10 @@ from mmaccel.backends.triton.prefill.hopper import (
     FAR,
     WIDTH,
     fact,
-    fetch,
-    finish,
+    locate_warp_group_rows,
     partial_row_sums,
-    rows_of,
+    store_normalized_rows,
+    tma_load,
     together,
 )
 
@@ -106,8 +106,8 @@ def _bring_all(asked, GROUPS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.con
             together()
             mbarrier.expect(full.index(stage), BYTES)
             box = stage * CHUNKS
-            fetch(k_own, k_copies, home, at_own, column, k_boxes, full.index(stage), box, CHUNKS, 1)
-            fetch(v_own, v_copies, home, at_own, column, v_boxes, full.index(stage), box, CHUNKS, 1)
+            tma_load(k_own, k_copies, home, at_own, column, k_boxes, full.index(stage), box, CHUNKS, 1)
+            tma_load(v_own, v_copies, home, at_own, column, v_boxes, full.index(stage), box, CHUNKS, 1)
             best = gl.max(block, 0)
             step += 1
     stage = step % STAGES
@@ -153,7 +153,7 @@ def _compute(
     line: gl.constexpr = gl.SliceLayout(1, s_layout)
     dtype: gl.constexpr = q_buf.dtype
     b, h = place[0], place[1]
-    rows = rows_of(place, which, line, shape)
+    rows = locate_warp_group_rows(place, which, line, shape)
     peak = gl.full([64], float("-inf"), gl.float32, line)
     acc = gl.full([64, D], 0.0, gl.float32, o_layout)
     nothing = gl.full([64, 64], 0.0, gl.float32, s_layout)
@@ -209,7 +209,7 @@ def _compute(
         acc = warpgroup_mma(weights, v_ring.index(before % STAGES), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
     total = gl.convert_layout(gl.sum(total, 1), line)
-    finish(acc, peak, total, b, rows, slot, split, stores, which, D, PLACED, SPLIT)
+    store_normalized_rows(acc, peak, total, b, rows, slot, split, stores, which, D, PLACED, SPLIT)
 
 
 @gluon.jit(do_not_specialize=["M", "tiles", "n_spans", "own_b", "own_g", "column_g", "lse_b", "lse_h"])
@@ -265,7 +265,7 @@ def shared_key_blocks_kernel(
     loaded: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     d = gl.arange(0, D, gl.SliceLayout(0, loaded))
     for which in gl.static_range(GROUPS):
-        head_of, mine, at_place, at = rows_of(place, which, gl.SliceLayout(1, loaded), shape)
+        head_of, mine, at_place, at = locate_warp_group_rows(place, which, gl.SliceLayout(1, loaded), shape)
         q_at = b * q_b + head_of * q_h + gl.maximum(at, 0).to(gl.int64) * q_s
         here = gl.expand_dims(mine & (at >= 0), 1) & gl.expand_dims(d >= 0, 0)
         q = gl.load(Q + gl.expand_dims(q_at, 1) + gl.expand_dims(d, 0), mask=here, other=0.0)

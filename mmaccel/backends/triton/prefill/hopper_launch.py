@@ -28,9 +28,9 @@ from mmaccel.backends.ops.block_attend import KeySpan
 from mmaccel.backends.triton.launch_args import leading_strides, row_strides
 from mmaccel.backends.triton.prefill.kernel import (
     LEAST_CHUNK,
-    Work,
+    SplitListPieces,
+    count_resident_programs,
     merge_kernel,
-    resident_programs,
     split_kernel_args,
 )
 from mmaccel.backends.triton.prefill.lists import get_cached_on_plan, prefix_count_masked_blocks
@@ -126,7 +126,7 @@ class KeyLocations:
     ) -> KeyLocations:
         """Find or copy the blocks of `spans` in keys and values [B, G, S, D]; copies take at most `most` bytes, by default a
         share of the device's memory."""
-        most = operators.resources(key.device).memory // SHARE if most is None else most
+        most = operators.find_device_limits(key.device).memory // SHARE if most is None else most
         (B, G, S, D), device = key.shape, key.device
         # What is in the order of the tensor is where it is.
         natural = [s.k_row.shape[2] <= S and s.ordered == s.k_row.shape[2] for s in spans]
@@ -186,7 +186,7 @@ def _pool(capacity: int, like: Tensor) -> tuple[Tensor, ...]:
             capacity //= 2
 
 
-class MatrixView(NamedTuple):
+class TMAMatrix(NamedTuple):
     """A tensor [B, G, S, D] seen as a matrix, which TMA can address: its shape (rows, columns), the row stride in elements,
     and how far sequences (`batch` rows) and groups (`group` rows and `column` columns) are apart."""
 
@@ -197,18 +197,18 @@ class MatrixView(NamedTuple):
     column: int
 
 
-def as_matrix(t: Tensor) -> MatrixView | None:
-    """A tensor as a matrix (`MatrixView`), or None if its strides or alignment do not allow it."""
+def as_tma_matrix(t: Tensor) -> TMAMatrix | None:
+    """A tensor as a matrix (`TMAMatrix`), or None if its strides or alignment do not allow it."""
     B, G, S, D = t.shape
     b, g, s, d = t.stride()
     if d != 1 or s < D or (s * t.element_size()) % 16 or t.data_ptr() % 16 or (B > 1 and b % s):
         return None
     batch = b // s if B > 1 else 0
     if G > 1 and g == D and s >= G * D:
-        return MatrixView(((B - 1) * batch + S, G * D), s, batch, 0, D)
+        return TMAMatrix(((B - 1) * batch + S, G * D), s, batch, 0, D)
     if G == 1 or g % s == 0:
         group = g // s if G > 1 else 0
-        return MatrixView(((B - 1) * batch + (G - 1) * group + S, D), s, batch, group, 0)
+        return TMAMatrix(((B - 1) * batch + (G - 1) * group + S, D), s, batch, group, 0)
     return None
 
 
@@ -231,7 +231,7 @@ def supports_inputs(
 
 @cache
 def _there(device: torch.device) -> bool:
-    if operators.why_not("hopper", device) is not None:
+    if operators.why_kernels_unusable("hopper", device) is not None:
         return False
     try:
         import mmaccel.backends.triton.prefill.hopper  # noqa: F401
@@ -240,7 +240,7 @@ def _there(device: torch.device) -> bool:
     return True
 
 
-def launch(
+def launch_on_hopper(
     grid: tuple[int, int],
     tensors: tuple[Tensor, Tensor, Tensor],
     spans: Sequence[KeySpan],
@@ -266,15 +266,17 @@ def launch(
 
     query, key, value = tensors
     homes = KeyLocations.of(key, value, spans, query.shape[1])
-    found = (span_table_row(*one, each=joint > 0) for one in zip(spans, homes.k_pos, homes.home, strict=True))
+    found = (
+        build_span_table_row(*one, each=joint > 0) for one in zip(spans, homes.k_pos, homes.home, strict=True)
+    )
     table = [span[name] for span in found for name in hopper.FIELDS]
     numbers = [x.data_ptr() if isinstance(x, Tensor) else x for x in table]
     plan = [t for s in spans for t in (s.lists.row, s.q_pos)]
     told = get_cached_on_plan(plan, ("told", *numbers), lambda: write_device_integers(numbers, query.device))
-    seen, beside = as_matrix(key), as_matrix(value)
+    seen, beside = as_tma_matrix(key), as_tma_matrix(value)
     if seen is None or seen != beside:
         key, value = key.contiguous(), value.contiguous()
-        seen = as_matrix(key)
+        seen = as_tma_matrix(key)
     assert seen is not None
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
 
@@ -287,7 +289,9 @@ def launch(
     apart = [engine(t, (len(t) * BOX, D), D) for t in (homes.keys, homes.values)] if len(homes.keys) else own
     kernel, of_tiles = hopper.hopper_kernel, [torch.zeros(1, dtype=torch.int32, device=query.device), *grid]
     # One program at a time on each multiprocessor.
-    programs: tuple[int, ...] = (min(grid[0] * grid[1], operators.resources(query.device).processors),)
+    programs: tuple[int, ...] = (
+        min(grid[0] * grid[1], operators.find_device_limits(query.device).processors),
+    )
     how: dict[str, Any] = dict(STAGES=STAGES)
     if joint:
         kernel, of_tiles, programs = hopper_joint.shared_key_blocks_kernel, [], grid
@@ -301,12 +305,12 @@ def launch(
     return homes.short
 
 
-def span_table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
+def build_span_table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
     """Return one key span's row of the table by which the Hopper kernel finds tensors: field (`hopper.FIELDS`) -> tensor or
     number. With `each`, an index also gets per-block counts of blocks that are not FULL."""
     lists = span.lists
     # The table holds addresses alone, which the kernel takes for those of numbers of these types.
-    row, index = lists.row.to(torch.int64), lists.entries.to(torch.int32)
+    row, index = lists.row.to(torch.int64), lists.index_or_empty.to(torch.int32)
     # How many blocks are not FULL: before each block in order, or, of an index of blocks, in all.
     whole = len(index) > 0 and not each
     counts = get_cached_on_plan([lists.kind], "masked", lambda: prefix_count_masked_blocks(lists.kind))
@@ -367,14 +371,16 @@ def attend_shared_key_blocks(
     work = None
     if longest > (LEAST_CHUNK if chunk is None else chunk):
         # A piece of a tile is a range of each of its lists: the longest one tells how many there are.
-        count = reduce(add, (span.lists.count for span in spans))
+        count = reduce(add, (span.lists.list_lengths for span in spans))
         count = torch.nn.functional.pad(count, (0, -M % joint)).view(*count.shape[:2], tiles, joint).amax(-1)
-        work = Work.of([count], B, H, tiles, 1, longest, resident_programs(query.device), chunk)
+        work = SplitListPieces.of(
+            [count], B, H, tiles, 1, longest, count_resident_programs(query.device), chunk
+        )
     outputs = split_kernel_args(work, wide, D, out[1])
     ends, rows_of = (*row_strides(out[0]), *leading_strides(out[1])), (q_row, *leading_strides(q_row))
     layout = dict(GROUP=H // key.shape[1], LISTS=H, PLACED=True)
-    short = launch(
-        (work.items if work is not None else list_rows, 1), tensors,
+    short = launch_on_hopper(
+        (work.max_programs if work is not None else list_rows, 1), tensors,
         [replace(span, q_pos=at) for span, at in zip(spans, q_pos, strict=True)],
         (*out, *outputs, *rows_of), (*ends, M, tiles), scale, joint=joint, SPLIT=work is not None, **layout,
     )  # fmt: skip

@@ -33,7 +33,10 @@ LEAST_CHUNK = 32  # listed blocks under which splitting a row costs more than it
 # A row is split where one of its tiles is more than 1 / WAVES of what a place on the device computes in all.
 WAVES = 8
 MOST_PIECES = 64  # pieces that a row is split into at the most
-FEW, MANY = 1024, 8192  # rows that a program of `work_kernel` looks at together: of few rows, and of more
+FEW, MANY = (
+    1024,
+    8192,
+)  # rows that a program of `work_items_kernel` looks at together: of few rows, and of more
 ALIGNED = 4  # numbers of 32 bits to whose multiples tables begin
 
 
@@ -334,7 +337,7 @@ def _length_kernel(counts, strides, LENGTH, M, list_rows, LISTS: tl.constexpr, T
 
 
 @triton.jit(do_not_specialize=["list_rows", "items", "tiles", "even", "chunk", "longest"])
-def work_kernel(
+def work_items_kernel(
     LENGTH, ITEM, PIECES, SLOT, TOLD, list_rows, items, tiles, even, chunk, longest,
     LEAST: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -388,7 +391,7 @@ def work_kernel(
 
 
 @dataclass(frozen=True)
-class Work:
+class SplitListPieces:
     """The pieces of split list rows, as tables on the device.
 
     Split rows come first, so that no piece runs at the end of a launch: the first pieces of all of them, then the second
@@ -408,7 +411,7 @@ class Work:
     slots: int
 
     @property
-    def items(self) -> int:
+    def max_programs(self) -> int:
         """Maximum number of Triton programs that the pieces of work need."""
         return len(self.item)
 
@@ -423,7 +426,7 @@ class Work:
         longest: int,
         places: int,
         chunk: int | None = None,
-    ) -> Work:
+    ) -> SplitListPieces:
         """Split long block lists into pieces of at most `chunk` blocks. By default a piece is at most 1 / WAVES of the work
         of one of `places` resident programs, with at most MOST_PIECES per row, as the host does not know how many blocks are
         listed. counts: per span [1 or B, 1 or lists, M]; tiles: per row; longest: most blocks of a row."""
@@ -441,19 +444,19 @@ class Work:
         _length_kernel[(triton.cdiv(rows, 1024),)](
             tuple(counts), strides, length, M, rows, LISTS=lists, TILE=1024
         )
-        work_kernel[(max(programs, 1) + 1,)](
+        work_items_kernel[(max(programs, 1) + 1,)](
             length, item, pieces, slot, limits, rows, rows + spare, tiles, even, chunk or 0, longest,
             LEAST=LEAST_CHUNK, STEP=FEW if few else MANY, num_warps=8 if few else 16,
         )  # fmt: skip
         return cls(item.view(-1, 2), pieces, slot, limits, 2 * spare)
 
 
-def resident_programs(device: torch.device) -> int:
+def count_resident_programs(device: torch.device) -> int:
     """Approximate number of programs that run at the same time on `device`."""
-    return 2 * operators.resources(device).processors
+    return 2 * operators.find_device_limits(device).processors
 
 
-def split_kernel_args(work: Work | None, rows: int, size: int, like: Tensor) -> tuple[Tensor, ...]:
+def split_kernel_args(work: SplitListPieces | None, rows: int, size: int, like: Tensor) -> tuple[Tensor, ...]:
     """Kernel arguments for query blocks whose lists are split: empty outputs of pieces [slots * rows, size] and their
     log-sum-exps [slots * rows], float32, then the four tables of `work`. A piece has `rows` rows of width `size`. With
     `work` None nothing is split, and kernels read none of these. `like`: a tensor on the device."""

@@ -318,9 +318,9 @@ def split_line_keys(row, columns, diagonals, width, block):
     return left, kind, kept.view(torch.bool), k_row, k_pos
 
 
-def slash_runs(kept, queries, block):
-    """Launch `ops.lines.slash_runs`: lists of the key blocks that diagonals touch, by shape of query block; then lists of
-    blocks with gaps."""
+def list_slash_blocks(kept, queries, block):
+    """Launch `ops.lines.list_slash_blocks`: lists of the key blocks that diagonals touch, by shape of query block; then
+    lists of blocks with gaps."""
     shape, member, home, reach, broken, runs, sure = queries
     B, H, N = kept.shape
     C, M, G, blocks = shape.shape[1], member.shape[1], broken.shape[1], N // block
@@ -354,7 +354,7 @@ def _turned_kernel(
     line_at, line_row, line_place, dense_row, dense_at, P, N, V, E, C, H, room, steps,
     VERTICAL: tl.constexpr, HORIZONTAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `ops.lines.turned_classes` (strided pattern), for one head; `steps`: a class has fewer than 2 ** `steps`
+    """Kernel of `ops.lines.sort_by_class` (strided pattern), for one head; `steps`: a class has fewer than 2 ** `steps`
     keys."""
     head = tl.program_id(1).to(tl.int64)
     b = head // H
@@ -404,8 +404,8 @@ def _turned_kernel(
         tl.store(dense_at + head * E + i, at, mask=i < E)
 
 
-def turned_classes(order, phases, room, wide, columns, rows):
-    """Launch `ops.lines.turned_classes`: sort queries and keys of each head by residue class modulo the stride, then
+def sort_by_class(order, phases, room, wide, columns, rows):
+    """Launch `ops.lines.sort_by_class`: sort queries and keys of each head by residue class modulo the stride, then
     position; a program places `TURNED` rows."""
     (queries, q_begin, keys, k_begin, stride), (line, shift, dense) = order, phases
     _, B, P = queries.shape

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters as ops
 from mmaccel.core.adapter import Geometry
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, quoted
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.buffers import LEAST as PLACES
 from mmaccel.core.memory.kv import Stream, grow_buffer
@@ -164,7 +164,7 @@ class ClusterIndex(Index):
         else:
             held = now.visual.expand(len(queries), -1)
             ranked = self._scored(self.visual_key[rows], queries, held, words)
-        without = ops.beyond_budget(ranked, now.visual, STAGE * budget, FEWEST)
+        without = ops.mask_beyond_budget(ranked, now.visual, STAGE * budget, FEWEST)
         return ops.scores_and_preceding(scores, size, now.parent[rows], without)
 
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
@@ -379,7 +379,7 @@ class Mosaic(ArchivedPolicy):
         if "predictor" in given or type(on) is bool:
             predictor = given.pop("predictor", "projected")
             if not isinstance(predictor, str) or predictor not in PREDICTORS:
-                raise RecipeError(f"mosaic: predictor is {shown(predictor)}; leave it out and set prefetch.")
+                raise RecipeError(f"mosaic: predictor is {quoted(predictor)}; leave it out and set prefetch.")
             if type(on) is bool:
                 del given["prefetch"]
             told = "predictor, or a prefetch of true or false,"
@@ -387,7 +387,7 @@ class Mosaic(ArchivedPolicy):
         if "batch_layers" in given:
             if type(together := given.pop("batch_layers")) is not bool:
                 raise RecipeError(
-                    f"mosaic: batch_layers is {shown(together)}; leave it out and set encode_by."
+                    f"mosaic: batch_layers is {quoted(together)}; leave it out and set encode_by."
                 )
             replace_field("mosaic", given, "batch_layers", "pass" if together else "frame", "encode_by")
         return super().upgrade(given)

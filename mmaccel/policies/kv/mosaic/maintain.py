@@ -297,7 +297,7 @@ class ClusterHierarchy:
         cosine = self._cosines(layer, children, u)
         near, n, c, s2 = self._nearest(layer, children, cosine, u)
         home, limit = (row.numpy()[layer, near] for row in (level.home, level.limit))
-        bad = self.bounds[1].must_split(layer, n, s2, limit)
+        bad = self.bounds[1].exceeds_threshold(layer, n, s2, limit)
         if not bad.any():
             level.add(layer, near, unit, c, s2)
             self._flush(layer[home >= 0])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mmaccel.backends.ops.clusters import alignment_of, gather_units
+from mmaccel.backends.ops.clusters import gather_units, slab_alignment
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
@@ -109,12 +109,12 @@ class SplitBounds:
         return (self.small[:, None] + (self.large - self.small)[:, None] * share).numpy()
 
     def must_split_first_layer(self, level: ClusterTable, cluster: int) -> bool:
-        """Return whether one cluster at layer 0 must be split: `must_split`, faster, without tensors."""
+        """Return whether one cluster at layer 0 must be split: `exceeds_threshold`, faster, without tensors."""
         n, s2, limit = (float(row[0, cluster]) for row in (level.size, level.variance, level.limit))
         most = max(float(self.threshold(0, int(n))), limit)
         return s2 > (1.0 if n >= self.smallest else self.apart) * most or n > self.largest
 
-    def must_split(self, layer: Array, n: Array, s2: Array, limit: Array) -> Array:
+    def exceeds_threshold(self, layer: Array, n: Array, s2: Array, limit: Array) -> Array:
         """Return [b]: whether clusters of size `n`, variance `s2` and own threshold `limit` [b] must be split."""
         most = np.maximum(self.threshold(layer, n), limit)
         often = np.where(n >= self.smallest, 1.0, self.apart)
@@ -141,7 +141,7 @@ def split_exceeding(
     for depth in range(64):
         n, s2 = level.size[layer, cluster], level.variance[layer, cluster]
         limit = level.limit[layer, cluster]
-        too = torch.from_numpy(bounds.must_split(*(row.numpy() for row in (layer, n, s2, limit))))
+        too = torch.from_numpy(bounds.exceeds_threshold(*(row.numpy() for row in (layer, n, s2, limit))))
         layer, cluster, n, s2 = layer[too], cluster[too], n[too], s2[too]
         if not layer.numel():
             break
@@ -323,7 +323,7 @@ class UnitMeans:
         layers, width = held.shape[1:]
         out = torch.empty(2, 1, len(units), width // 2, dtype=held.dtype, device=self._device)
         slab = [held.view(-1, 2, 1, 1, width // 2)]
-        gather_units(out, slab, self._zero, units * layers + layer, alignment_of(slab))
+        gather_units(out, slab, self._zero, units * layers + layer, slab_alignment(slab))
         return out[:, 0].float().transpose(0, 1).flatten(1)
 
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.clusters import alignment_of, gather_units
+from mmaccel.backends.ops.clusters import gather_units, slab_alignment
 from mmaccel.core.errors import RecipeError, StoreError
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.registry import one_of
@@ -91,7 +91,7 @@ class HostStore:
 
     # Units in and out.
 
-    def put(self, layer: int, units: Sequence[int], key: Tensor, value: Tensor) -> list[int]:
+    def put_layer(self, layer: int, units: Sequence[int], key: Tensor, value: Tensor) -> list[int]:
         """Store units (frames) of one layer on the host: see `put_layers`."""
         return self.put_layers([layer], units, [(key, value)])
 
@@ -126,7 +126,7 @@ class HostStore:
                 rows = tensors[0][None] if L == 1 else torch.stack(tensors)
                 packed[:, :, side] = split_units(rows, self.shape.tokens).transpose(1, 2)
 
-        self.lanes.compute.run(pack)
+        self.lanes.compute_queue.run(pack)
         gone = self._make_room(L * n, n, keep=units)
         entries = self.slabs.slot_views(self.table.assign_slots(layers, units))
         _, began = self._begin(packed)
@@ -145,7 +145,7 @@ class HostStore:
         out     [2, G, n * P, D] to write to: keys, then values; the last two dimensions dense
         """
         self._open()
-        target = self.buffer(len(units)) if out is None else out
+        target = self.new_device_buffer(len(units)) if out is None else out
         slots = self._slots(layer, units)
         if not slots:
             return target[0], target[1]
@@ -169,7 +169,7 @@ class HostStore:
             disk = sum(slot >= self.slot_count for slot in slots)
             ended = self._end("seconds_in", began, fetches=1, copies_in=len(entries), disk_in=disk)
         self.count_copied(len(slots))
-        self.lanes.compute.wait(ended)
+        self.lanes.compute_queue.wait(ended)
         return target[0], target[1]
 
     def gather(self, slot: Tensor, out: Tensor, places: Sequence[Tensor] = ()) -> tuple[QueueMark, QueueMark]:
@@ -192,7 +192,7 @@ class HostStore:
             sent = list[Tensor]()
             # On the compute lane it would be sent after the mark that the wire has waited for.
             self.lanes.wire.run(lambda: sent.append(on_device(apart, self.device)))
-            self._laid = places, slabs, alignment_of(slabs), sent
+            self._laid = places, slabs, slab_alignment(slabs), sent
         _, slabs, grain, base = self._laid
         self.lanes.wire.run(lambda: gather_units(out, slabs, base[0], slot, grain))
         return made, self._end("seconds_in", began, fetches=1, copies_in=1, gathers=1)
@@ -211,13 +211,13 @@ class HostStore:
         """Number of slots of all slabs in memory; other places are numbered from here on, each from a slab's begin."""
         return self.slabs.in_memory * self.slabs.per
 
-    def buffer(self, units: int) -> Tensor:
+    def new_device_buffer(self, units: int) -> Tensor:
         """Return an uninitialised tensor [2, G, n * P, D] on the device for `units` units (frames), writable in any mode."""
         with torch.inference_mode(False):
             shape = 2, self.shape.groups, units * self.shape.tokens, self.shape.size
             return torch.empty(shape, dtype=self.shape.dtype, device=self.device)
 
-    def reserve(self, units: int) -> list[int]:
+    def make_room_for(self, units: int) -> list[int]:
         """Make sure that `units` more units (frames) fit in every layer, before any is stored; returns what `put` returns.
 
         Raises `StoreError` if they do not fit, so that a chunk of a stream can be refused before it is computed.
@@ -238,7 +238,7 @@ class HostStore:
         self._open()
         self.table.free_slots(units)
 
-    def shrink(self) -> list[int] | None:
+    def free_last_slab(self) -> list[int] | None:
         """Free the last slab, and forget the oldest units (frames) for which the others have no room; return these units.
         None, and no change, if there is a single slab, files, or too many pinned units."""
         self._open()
@@ -282,7 +282,7 @@ class HostStore:
     def wait_for_copies(self) -> None:
         """Wait until all transfers between host and device have ended."""
         self._open()
-        self.lanes.wire.mark().sync()
+        self.lanes.wire.record_mark().wait_on_host()
 
     def counters(self) -> dict[str, float]:
         """Return figures since the store was opened; waits for pending transfers.
@@ -326,7 +326,7 @@ class HostStore:
     def close(self) -> None:
         """Release all memory and remove all files; a closed store cannot be used."""
         if not self._closed:
-            self.lanes.wire.mark().sync()
+            self.lanes.wire.record_mark().wait_on_host()
             self._laid = None
             self.slabs.close()
             self.table = SlotTable(self.shape.layers, self.device)
@@ -375,15 +375,15 @@ class HostStore:
 
     def _begin(self, *reads: Tensor) -> tuple[QueueMark, QueueMark]:
         """The wire works behind all that computes by now, and reads tensors made there; the marks where both are."""
-        wire, made = self.lanes.wire, self.lanes.compute.mark(timed=True)
+        wire, made = self.lanes.wire, self.lanes.compute_queue.record_mark(timed=True)
         wire.wait(made)
         for tensor in reads:
             wire.keep_alive(tensor)
-        return made, wire.mark(timed=True)
+        return made, wire.record_mark(timed=True)
 
     def _end(self, kind: str, began: QueueMark, **counts: float) -> QueueMark:
         """What the wire was given since `began` is timed, and added to the counts; the mark after it."""
-        ended = self.lanes.wire.mark(timed=True)
+        ended = self.lanes.wire.record_mark(timed=True)
         self._timed.append((kind, began, ended, sent := counts.get("bytes_out", 0.0)))
         if len(self._timed) > PENDING or (sent and sum(one[3] for one in self._timed) > BEHIND):
             self._settle_times(len(self._timed) // 2)
@@ -395,6 +395,6 @@ class HostStore:
         """Read all but the last `keep` timed transfers."""
         cut = max(0, len(self._timed) - keep)
         for kind, began, ended, _ in self._timed[:cut]:
-            ended.sync()
+            ended.wait_on_host()
             self._counts[kind] += began.seconds(ended)
         del self._timed[:cut]

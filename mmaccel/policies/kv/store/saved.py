@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import ModelError, StoreError, shown
+from mmaccel.core.errors import ModelError, StoreError, quoted
 from mmaccel.core.files import checkpoint_io, outside
 
 VERSIONS = 1, 2
@@ -78,12 +78,12 @@ def read_store(store: Any, folder: Path, end: int) -> None:
         index = outside.read_json(folder / INDEX, INDEX, StoreError, fix="save it again")
         if index["version"] not in VERSIONS:
             raise StoreError(
-                f"host store: {folder} is of version {shown(index['version'])} and this is version {VERSIONS[-1]}; save "
+                f"host store: {folder} is of version {quoted(index['version'])} and this is version {VERSIONS[-1]}; save "
                 "it again."
             )
         if index["shape"] != store.shape.to_json():
             raise StoreError(
-                f"host store: {folder} holds units of {shown(index['shape'], 120)} and the store is for "
+                f"host store: {folder} holds units of {quoted(index['shape'], 120)} and the store is for "
                 f"{store.shape.to_json()}; load it with the model and frame size it was saved with."
             )
         for piece in index["pieces"]:
@@ -91,13 +91,13 @@ def read_store(store: Any, folder: Path, end: int) -> None:
             checkpoint_io.check_ints([layer], f"{INDEX}: layer", store.shape.layers, StoreError)
             checkpoint_io.check_ints(units, f"{INDEX}: units", end, StoreError)
             if path.name != piece["file"]:
-                raise ValueError(f"{shown(piece['file'])} is not a file of a store")
+                raise ValueError(f"{quoted(piece['file'])} is not a file of a store")
             wanted = {"units": ((len(units), *store.shape.tensor_shape), store.shape.dtype)}
             kept = checkpoint_io.read_tensors(path, wanted, torch.device("cpu"))["units"]
             if _checksum(kept) != piece["crc"]:
                 raise ValueError(f"{path.name} is not what was written")
             for unit, (key, value) in zip(units, kept, strict=True):
-                if store.put(layer, [unit], key.to(store.device), value.to(store.device)):
+                if store.put_layer(layer, [unit], key.to(store.device), value.to(store.device)):
                     # Whoever saved it does not know that some are no more.
                     raise StoreError(
                         f"host store: {folder} holds more than this host has room for; free memory, or load it on a "

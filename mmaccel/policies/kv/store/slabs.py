@@ -341,7 +341,7 @@ class QueueMark:
             self.event = _CUDA.Event(enable_timing=timed)
             self.event.record(stream)
 
-    def sync(self) -> None:
+    def wait_on_host(self) -> None:
         """Block the host until all work issued before the mark has run."""
         if self.event is not None:
             self.event.synchronize()
@@ -366,7 +366,7 @@ class DeviceQueue:
             with torch.cuda.stream(self.stream):
                 work()
 
-    def mark(self, timed: bool = False) -> QueueMark:
+    def record_mark(self, timed: bool = False) -> QueueMark:
         """Record and return a `QueueMark`, which is reached when all copies issued on this lane so far have ended."""
         return QueueMark(self.stream, timed)
 
@@ -382,19 +382,19 @@ class DeviceQueue:
 
 
 class CopyQueues:
-    """The store's two lanes: `compute`, on which the model runs, and `wire`, which copies units (frames) between host and
-    device. On CUDA `wire` has its own stream; elsewhere both are the host. Tests can replace them by lanes that run late."""
+    """The store's two lanes: `compute_queue`, on which the model runs, and `wire`, which copies units (frames) between host
+    and device. On CUDA `wire` has its own stream; elsewhere both are the host. Tests may replace both."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.wire = device, DeviceQueue(_CUDA.Stream(device) if device.type == "cuda" else None)
 
     @property
-    def compute(self) -> DeviceQueue:
+    def compute_queue(self) -> DeviceQueue:
         """The lane of the current CUDA stream, on which the model computes; on a CPU the same as `wire`."""
         if self._device.type != "cuda":
             return self.wire
         return DeviceQueue(torch.cuda.current_stream(self._device), current=True)
 
-    def join(self) -> None:
+    def wait_for_copies(self) -> None:
         """Make later computation wait for all copies issued so far."""
-        self.compute.wait(self.wire.mark())
+        self.compute_queue.wait(self.wire.record_mark())

@@ -111,7 +111,7 @@ def audit(tree: ClusterHierarchy, tolerance: float = 1e-9) -> None:
         torch.testing.assert_close(level.variance[layer, one], s2, atol=tolerance, rtol=0)
         torch.testing.assert_close(s2, 1 - c.square().sum(1), atol=tolerance, rtol=0)
         facts = (row.numpy() for row in (layer, n, s2 - tolerance, level.limit[layer, one]))
-        too = torch.from_numpy(bounds.must_split(*facts))
+        too = torch.from_numpy(bounds.exceeds_threshold(*facts))
         assert not bool((too & (level.home[layer, one] < 0)).any()), "a cluster should have been split"
         x = points(torch.arange(level.layers), torch.arange(count).expand(level.layers, -1))
         mean = x.mean(1)

@@ -296,7 +296,9 @@ def test_few_units_are_split_where_they_are_strangers() -> None:
     rules = Rules(visual=1, semantic=1, init=2, buffer=0)
     for visual, found in ((True, [False, True, False, True]), (False, [False, False, False, True])):
         bounds = rules.bounds(small, small, visual)
-        assert bounds.must_split(*(x.numpy() for x in (layer, n, s2, torch.zeros(4)))).tolist() == found
+        assert (
+            bounds.exceeds_threshold(*(x.numpy() for x in (layer, n, s2, torch.zeros(4)))).tolist() == found
+        )
 
 
 def test_the_threshold_is_calibrated_layer_by_layer() -> None:

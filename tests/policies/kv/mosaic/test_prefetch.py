@@ -52,7 +52,7 @@ class Replay:
             guess = sorted({*self.draw.sample(later, len(later) // 2), *self.units(FIRST, 3)})
 
             rest = list(range(max(units) + 1, COUNT))[-2:]
-            out = self.store.buffer(len(units) + len(rest))
+            out = self.store.new_device_buffer(len(units) + len(rest))
             self.hold_up()
             every = self.told([*units, *rest])
             code = self.prefetcher.location_codes(layer, every)
@@ -61,7 +61,7 @@ class Replay:
                 self.prefetcher.prefetch(
                     layer + 1, self.prefetcher.predict_codes(layer + 1, self.told([*guess, -1]))
                 )
-            self.store.lanes.compute.wait(ready)
+            self.store.lanes.compute_queue.wait(ready)
             self.prefetcher.cache_units(layer, every[: len(units)], out[:, :, : len(units) * TOKENS])
             self.read(layer, [*units, *rest], out)
         self.prefetcher.drop_prefetched()
@@ -85,7 +85,7 @@ class Replay:
             # Its memory is another's by now.
             out.fill_(-9)
 
-        self.store.lanes.compute.run(work)
+        self.store.lanes.compute_queue.run(work)
         self.seen.append((layer, units, kept))
 
     def right(self) -> bool:
@@ -117,7 +117,7 @@ class Deaf:
     """A lane that waits for nothing."""
 
     def __init__(self, lane: SimLane) -> None:
-        self.run, self.mark, self.keep_alive = lane.run, lane.mark, lane.keep_alive
+        self.run, self.record_mark, self.keep_alive = lane.run, lane.record_mark, lane.keep_alive
 
     def wait(self, mark: QueueMark) -> None:
         return
@@ -125,7 +125,7 @@ class Deaf:
 
 def compute_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing is read before it is there, and a window written while the last layer's is read."""
-    monkeypatch.setattr(SimLanes, "compute", property(lambda self: Deaf(self._compute)))
+    monkeypatch.setattr(SimLanes, "compute_queue", property(lambda self: Deaf(self._compute)))
 
 
 def the_wire_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_random_delays_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(64, device="cuda", slab_bytes=2**20)
     for layer in range(LAYERS):
         key, value = (t.cuda() for t in contents(layer, list(range(FIRST))))
-        store.put(layer, range(FIRST), key, value)
+        store.put_layer(layer, range(FIRST), key, value)
         # What was put has been packed.
         key.fill_(7)
         value.fill_(7)

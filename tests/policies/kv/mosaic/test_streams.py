@@ -105,7 +105,7 @@ def test_what_a_broken_pass_retrieved_is_forgotten() -> None:
 
 def test_a_question_that_breaks_off_leaves_the_wire_nothing_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     driven, joined = watched(40), []
-    monkeypatch.setattr(type(driven.state.store.lanes), "join", lambda lanes: joined.append(lanes))
+    monkeypatch.setattr(type(driven.state.store.lanes), "wait_for_copies", lambda lanes: joined.append(lanes))
     with pytest.raises(KeyboardInterrupt), driven.state.question_scope():
         raise KeyboardInterrupt
     assert joined == [driven.state.store.lanes]

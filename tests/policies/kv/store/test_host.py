@@ -56,7 +56,7 @@ def replay(folder: Path, seed: int, files: bool) -> None:
     def expect(found: Tensor, layer: int, units: list[int], side: int) -> None:
         """What the compute lane, as the model does, reads there when it comes to it."""
         kept = torch.full_like(found, -9)
-        lanes.compute.run(lambda: kept.copy_(found))
+        lanes.compute_queue.run(lambda: kept.copy_(found))
         made = [
             contents(layer, [unit], plain[layer, unit])[side]
             if (layer, unit) in plain
@@ -71,7 +71,7 @@ def replay(folder: Path, seed: int, files: bool) -> None:
         held = [unit for unit in units if (layer, unit) in plain]
         if kind == "put":
             fresh = [unit for unit in units if unit not in held]
-            assert store.put(layer, fresh, *contents(layer, fresh, number % 16)) == []
+            assert store.put_layer(layer, fresh, *contents(layer, fresh, number % 16)) == []
             plain.update({(layer, unit): number % 16 for unit in fresh})
         elif kind == "fetch":
             out = window[:, :, : len(held) * TOKENS] if draw.random() < 0.5 else None
@@ -79,11 +79,11 @@ def replay(folder: Path, seed: int, files: bool) -> None:
             for side in (0, 1):
                 expect(found[side], layer, held, side)
         elif kind == "index" and not files and plain:
-            index, out = torch.full((len(units),), -5), store.buffer(len(units))
+            index, out = torch.full((len(units),), -5), store.new_device_buffer(len(units))
             rows = torch.from_numpy(store.table.at.rows_of(np.array(units, dtype=np.int64)))
             slots = torch.nn.functional.pad(store.table.slots_on_device()[layer], (0, 10), value=-1)[rows]
-            lanes.compute.run(lambda index=index, slots=slots: index.copy_(slots))
-            lanes.compute.wait(store.gather(index, out)[1])
+            lanes.compute_queue.run(lambda index=index, slots=slots: index.copy_(slots))
+            lanes.compute_queue.wait(store.gather(index, out)[1])
             expect(out[1], layer, units, 1)
         elif kind == "drop":
             store.drop_units(units)
@@ -115,7 +115,7 @@ def test_units_come_back_in_the_order_asked_twice_if_asked_twice(
     store = open_store(4, dtype=dtype, **spilled)
     made = {layer: torch.randn(2, GROUPS, 9 * TOKENS, SIZE).to(dtype) for layer in range(LAYERS)}
     for layer, (key, value) in made.items():
-        store.put(layer, range(9), key[None], value[None])
+        store.put_layer(layer, range(9), key[None], value[None])
     assert store.can_gather is not files
     order = [8, 0, 1, 2, 8, 5, 4]
     for layer, both in made.items():
@@ -154,34 +154,34 @@ def test_copies_bytes_and_launches_are_counted_exactly(tmp_path: Path) -> None:
 def test_a_store_at_its_cap_refuses_and_loses_nothing() -> None:
     store = filled([0, 1, 2, 3], 8, cap=16 * UNIT_BYTES)
     with pytest.raises(StoreError, match=r"4 frames.*cap of 5120 bytes is reached; raise cap.*\.$"):
-        store.put(0, range(10, 15), *contents(0, list(range(10, 15))))
+        store.put_layer(0, range(10, 15), *contents(0, list(range(10, 15))))
     with pytest.raises(StoreError, match="cap"):
-        store.reserve(2)
+        store.make_room_for(2)
     assert store.counters()["host_bytes"] <= 16 * UNIT_BYTES
     check_all(store, [0, 1, 2, 3], [3, 0, 2])
-    assert store.reserve(1) == []
+    assert store.make_room_for(1) == []
     fill(store, [4])
     store.table.free_slots([0, 1])
-    assert store.reserve(2) == []
+    assert store.make_room_for(2) == []
     fill(store, [5, 6])
     check(store, 2, [2, 3, 4, 5, 6])
 
 
 def test_a_reserved_chunk_always_fits() -> None:
     store = filled([0], 8, cap=24 * UNIT_BYTES)
-    assert store.reserve(7) == []
+    assert store.make_room_for(7) == []
     fill(store, [1, 2, 3])
     fill(store, [4, 5, 6, 7])
     check_all(store, list(range(8)))
     with pytest.raises(StoreError):
-        store.reserve(1)
+        store.make_room_for(1)
 
 
 def test_the_oldest_units_go_where_that_is_asked_for() -> None:
     store = filled(list(range(8)), 8, cap=24 * UNIT_BYTES, spill="drop_oldest")
-    assert store.reserve(2) == [0, 1]
+    assert store.make_room_for(2) == [0, 1]
     fill(store, [8, 9])
-    assert store.put(0, [10], *contents(0, [10])) == [2]
+    assert store.put_layer(0, [10], *contents(0, [10])) == [2]
     for layer in range(LAYERS):
         assert store.units(layer) == [3, 4, 5, 6, 7, 8, 9] + ([10] if layer == 0 else [])
         check(store, layer, store.units(layer))
@@ -190,7 +190,7 @@ def test_the_oldest_units_go_where_that_is_asked_for() -> None:
     with pytest.raises(
         StoreError, match=f"its cap of .* is reached and a pass needs at least {need}; raise cap"
     ) as error:
-        store.reserve(9)
+        store.make_room_for(9)
     assert "drop_oldest" not in str(error.value)
     assert store.units(1) == [3, 4, 5, 6, 7, 8, 9], "what cannot fit at all drops nothing"
 
@@ -199,7 +199,7 @@ def test_a_device_without_memory_loses_nothing(monkeypatch: pytest.MonkeyPatch) 
     store = filled(list(range(8)), 8, cap=24 * UNIT_BYTES, spill="drop_oldest")
     with monkeypatch.context() as patch, pytest.raises(RuntimeError):
         broken(patch, torch, "empty", RuntimeError("out of memory"))
-        store.put(0, [8], *contents(0, [8]))
+        store.put_layer(0, [8], *contents(0, [8]))
     check_all(store, list(range(8)))
 
 
@@ -229,7 +229,7 @@ def test_slabs_use_the_cap_and_never_exceed_it() -> None:
         store = open_store(4096, cap=cap)
         try:
             for unit in range(200):
-                store.put(0, [unit], *contents(0, [unit]))
+                store.put_layer(0, [unit], *contents(0, [unit]))
         except StoreError:
             assert store.counters()["host_bytes"] >= 7 / 8 * cap - 8 * UNIT_BYTES
         assert store.counters()["host_bytes"] <= cap
@@ -252,7 +252,7 @@ def test_wrong_calls_are_told_and_change_nothing() -> None:
         ([2, 3], (key, value[:, :6]), "value of 2 units"),
     ):
         with pytest.raises(StoreError, match=told):
-            store.put(0, units, *pair)
+            store.put_layer(0, units, *pair)
     for call in (lambda: store.fetch(0, [0, 9]), lambda: store.unit_view(0, 9)):
         with pytest.raises(StoreError, match="layer 0 does not hold unit 9"):
             call()
@@ -272,7 +272,7 @@ def test_a_closed_store_holds_and_serves_nothing() -> None:
     for call in (
         lambda: store.fetch(0, [0]),
         lambda: fill(store, [1]),
-        lambda: store.reserve(1),
+        lambda: store.make_room_for(1),
         store.wait_for_copies,
     ):
         with pytest.raises(StoreError, match="it is closed; open another"):
@@ -281,7 +281,7 @@ def test_a_closed_store_holds_and_serves_nothing() -> None:
 
 def test_a_store_outlives_inference_mode() -> None:
     store = open_store(4)
-    outside = store.buffer(1)
+    outside = store.new_device_buffer(1)
     with torch.inference_mode():
         fill(store, [0, 1])
         check(store, 0, [0])
@@ -298,11 +298,11 @@ def test_a_store_outlives_inference_mode() -> None:
 def test_work_is_done_at_once_without_streams() -> None:
     lanes = CopyQueues(torch.device("cpu"))
     done: list[int] = []
-    mark = lanes.compute.mark()
+    mark = lanes.compute_queue.record_mark()
     lanes.wire.wait(mark)
     lanes.wire.run(lambda: done.append(1))
-    later = lanes.wire.mark(timed=True)
-    lanes.wire.mark().sync()
+    later = lanes.wire.record_mark(timed=True)
+    lanes.wire.record_mark().wait_on_host()
     assert done == [1] and mark.seconds(later) >= 0
 
 
@@ -338,7 +338,7 @@ def test_copies_of_what_leaves_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -
     lanes, most = SimLanes(0, eager=0.0), 0
     store = open_store(64, lanes=lanes)
     for unit in range(60):
-        store.put(0, [unit], *contents(0, [unit]))
+        store.put_layer(0, [unit], *contents(0, [unit]))
         behind = sum(not mark.passed for _, _, mark, _ in store._timed if isinstance(mark, SimMark))
         most = max(most, behind)
     assert 1 < most <= 9

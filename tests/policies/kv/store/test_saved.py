@@ -62,7 +62,7 @@ def test_what_is_cut_is_written_anew(tmp_path: Path) -> None:
     store.save(tmp_path / "one")
     store.forget_from(6)
     for layer in range(LAYERS):
-        store.put(layer, [6, 7], *contents(layer, [6, 7], salt=1))
+        store.put_layer(layer, [6, 7], *contents(layer, [6, 7], salt=1))
     store.save(tmp_path / "two")
     assert len(files(tmp_path / "one").keys() & files(tmp_path / "two").keys()) == LAYERS
     other = open_store()
@@ -99,13 +99,13 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(
         StoreError, match=r"do not fit on the disk under .*No space left.*free room there.*\.$"
     ):
-        store.reserve(20)
+        store.make_room_for(20)
     with pytest.raises(StoreError, match="do not fit"):
-        store.put(0, range(10, 40), *contents(0, list(range(10, 40))))
+        store.put_layer(0, range(10, 40), *contents(0, list(range(10, 40))))
     assert store.counters()["disk_bytes"] == held and len(list(tmp_path.iterdir())) == held / (8 * UNIT_BYTES)
     check_all(store, [0, 1, 2, 3, 4], [4, 0, 2])
     monkeypatch.undo()
-    store.reserve(20)
+    store.make_room_for(20)
     fill(store, list(range(10, 30)))
     check(store, 1, [29, 3, 11])
 
@@ -114,7 +114,7 @@ def test_memory_that_the_host_cannot_spare_is_not_taken(monkeypatch: pytest.Monk
     store = filled([0, 1], 8)
     monkeypatch.setattr(slabs, "free_host_bytes", lambda: 2**20)
     with pytest.raises(StoreError, match="the host has 1048576 bytes left"):
-        store.reserve(20)
+        store.make_room_for(20)
     check(store, 1, [1, 0])
     monkeypatch.setattr(slabs, "free_host_bytes", lambda: buffers.UNKNOWN)
 
@@ -123,7 +123,7 @@ def test_memory_that_the_host_cannot_spare_is_not_taken(monkeypatch: pytest.Monk
 
     broken(monkeypatch, torch, "empty", RuntimeError("cudaHostAlloc failed"), pinned)
     with pytest.raises(StoreError, match="full with 2"):
-        store.reserve(20)
+        store.make_room_for(20)
 
 
 def test_what_the_host_has_is_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_what_the_host_has_is_read_from_the_system(tmp_path: Path, monkeypatch: 
 )
 def test_what_was_saved_comes_back_or_is_refused(tmp_path: Path, damage: str) -> None:
     store = filled([0, 1, 2, 3, 4, 5, 9], 8, cap=16 * UNIT_BYTES, spill="disk", folder=tmp_path / "spilled")
-    store.put(0, [7], *contents(0, [7]))
+    store.put_layer(0, [7], *contents(0, [7]))
     store.save(tmp_path / "saved")
     first, *_ = sorted((tmp_path / "saved").glob("*.safetensors"))
     index = tmp_path / "saved" / "store.json"

@@ -84,7 +84,7 @@ def test_none_is_made_beyond_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     store, made = ahead(monkeypatch, cap=3 * 4 * UNIT_BYTES)
     fill(store, [0, 1, 2, 3])
     with pytest.raises(StoreError, match="its cap of"):
-        store.put(0, [4], *contents(0, [4]))
+        store.put_layer(0, [4], *contents(0, [4]))
     assert len(made) == 3
 
 
@@ -92,11 +92,11 @@ def test_one_that_cannot_be_made_is_told_when_it_is_needed(monkeypatch: pytest.M
     store, made = ahead(monkeypatch, fails={4, 5})
     fill(store, [0, 1, 2, 3])
     with pytest.raises(StoreError, match="full with 4"):
-        store.put(0, [4], *contents(0, [4]))
+        store.put_layer(0, [4], *contents(0, [4]))
     check(store, 0, [3, 0])
     assert made[3:] == ["mmaccel-slab", "MainThread"], "it is tried once more when it is needed"
     # Nor is that the end: the next may be had.
-    store.put(0, [4], *contents(0, [4]))
+    store.put_layer(0, [4], *contents(0, [4]))
     check(store, 0, [4])
     store.close()
 
@@ -139,7 +139,7 @@ def test_where_slabs_lie_is_sent_before_it_is_read(monkeypatch: pytest.MonkeyPat
         """What the host sends goes with the lane that is at work, and with the compute lane when none is."""
         made = torch.full((len(numbers),), 77)
         copy = partial(made.copy_, torch.tensor(numbers))
-        copy() if issued else lanes.compute.run(copy)  # type: ignore[arg-type]
+        copy() if issued else lanes.compute_queue.run(copy)  # type: ignore[arg-type]
         return made
 
     def note(out: Tensor, slab: list[Tensor], base: Tensor, slot: Tensor, grain: int) -> None:
@@ -148,7 +148,7 @@ def test_where_slabs_lie_is_sent_before_it_is_read(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(host, "on_device", send)
     monkeypatch.setattr(host, "gather_units", note)
-    store.gather(torch.tensor([5, 0]), store.buffer(2))
+    store.gather(torch.tensor([5, 0]), store.new_device_buffer(2))
     store.fetch(1, [3, 1])
     issued = True
     lanes.rush()
@@ -160,8 +160,8 @@ def test_what_computes_after_a_join_runs_after_the_wire(seed: int) -> None:
     lanes, order = SimLanes(seed), list[str]()
     for _ in range(3):
         lanes.wire.run(lambda: order.append("wire"))
-    lanes.join()
-    lanes.compute.run(lambda: order.append("compute"))
+    lanes.wait_for_copies()
+    lanes.compute_queue.run(lambda: order.append("compute"))
     lanes.rush()
     assert order == ["wire"] * 3 + ["compute"]
 

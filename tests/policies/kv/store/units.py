@@ -59,7 +59,7 @@ def check_all(store: HostStore, held: list[int], order: list[int] | None = None)
 
 def fill(store: HostStore, units: list[int]) -> None:
     for layer in range(LAYERS):
-        store.put(layer, units, *contents(layer, units))
+        store.put_layer(layer, units, *contents(layer, units))
 
 
 def filled(units: list[int], slots: int = 16, **fields: Any) -> HostStore:
@@ -75,7 +75,7 @@ class SimMark(QueueMark):
         self.at = 0.0
         self._sim = sim
 
-    def sync(self) -> None:
+    def wait_on_host(self) -> None:
         self._sim.drain(until=lambda: self.passed)
 
     def seconds(self, later: QueueMark) -> float:
@@ -93,7 +93,7 @@ class SimLane(DeviceQueue):
         self.queue.append(lambda: (work(), True)[1])
         self._sim.maybe()
 
-    def mark(self, timed: bool = False) -> QueueMark:
+    def record_mark(self, timed: bool = False) -> QueueMark:
         mark = SimMark(self._sim)
 
         def reach() -> bool:
@@ -122,7 +122,7 @@ class SimLanes(CopyQueues):
         self._compute, self._wire = SimLane(self), SimLane(self)
 
     @property
-    def compute(self) -> SimLane:
+    def compute_queue(self) -> SimLane:
         return self._compute
 
     @property
@@ -142,9 +142,9 @@ class SimLanes(CopyQueues):
     def rush(self) -> None:
         """Drain with a wire that is as fast as the marks let it be."""
         self.wire.go_on()
-        while self.compute.queue:
-            assert self.compute.queue[0](), "the lanes wait for each other for ever"
-            self.compute.queue.popleft()
+        while self.compute_queue.queue:
+            assert self.compute_queue.queue[0](), "the lanes wait for each other for ever"
+            self.compute_queue.queue.popleft()
             self.wire.go_on()
 
     def _step(self) -> bool:

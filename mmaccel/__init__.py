@@ -54,12 +54,15 @@ _ROOMS = ("media", "search")
 
 
 def list_policies(kind: str | None = None) -> dict[str, list[str]]:
-    """Registered names by kind (sparse, kv, draft, prune, model), or of one kind; raises `UnknownName` for another kind."""
+    """Return the registered policy names of each kind (sparse, kv, draft, prune, model), or of `kind` alone.
+
+    Raises `UnknownName` if there is no such kind.
+    """
     return {one: list(registry(one)) for one in (KINDS if kind is None else (kind,))}
 
 
 def list_models() -> tuple[str, ...]:
-    """Names of the tiny models that mmaccel-lab ships; `load_model` also takes folders and hub names."""
+    """Return the names of the tiny models that mmaccel-lab ships; `load_model` also takes folders and hub names."""
     return _SHIPPED
 
 

@@ -1,6 +1,6 @@
-"""A model under a recipe for lmms-eval: `python -m lmms_eval --model mmaccel --model_args pretrained=NAME,recipe=NAME`.
+"""Runs a model under a recipe in lmms-eval: `python -m lmms_eval --model mmaccel --model_args pretrained=NAME,recipe=NAME`.
 
-lmms-eval finds it by its entry points; `pip install 'mmaccel[eval]'` installs both.
+lmms-eval finds this module by entry points of the package; `pip install 'mmaccel[eval]'` installs both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HARNESS = {"batch_size", "max_batch_size"}
 
 
 def lmms_eval_manifest() -> Any:
-    """The model manifest for lmms-eval's entry point `lmms_eval.models`."""
+    """Return the model manifest that lmms-eval asks for by its entry point `lmms_eval.models`."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
     return ModelManifest("mmaccel", chat_class_path=f"{__name__}.{Mmaccel.__name__}")

@@ -99,7 +99,7 @@ def _concat_broadcast(tensors: list[Tensor], batch: int, heads: int) -> Tensor:
 def make_block_mask(
     part: Part, block_q: int, block_k: int, lead: tuple[int, int]
 ) -> tuple[BlockMask, Tensor]:
-    """The BlockMask of a part for `lead` = (batch, heads), and the rows of its concatenated keys [B, 1 or H, keys]."""
+    """Build the BlockMask of a part for `lead` = (batch, heads), and the rows of its concatenated keys [B, 1 or H, keys]."""
     (B, H), spans, q_row = lead, part.spans, part.q_row
     device = q_row.device
     k_rows = _concat_broadcast([s.k_row for s in spans], B, H)

@@ -1,4 +1,4 @@
-"""Measures the costs of dense and sparse attention and of planning on a device, as lines through two prompt lengths."""
+"""Measures the costs of dense and sparse attention and of planning on a device, and fits linear models to two lengths."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ class Costs:
     host: float = 0.0
 
     def predict_layer_s(self, attention: float, tokens: float) -> float:
-        """Predicted seconds of a layer: planning for `tokens` tokens, then sparse attention of `attention` seconds."""
+        """Predict the seconds of a layer: planning for `tokens` tokens, then sparse attention of `attention` seconds."""
         return max(self.host, attention + self.planning(tokens))
 
     def scaled(self, factor: float) -> Costs:
-        """These attention costs, scaled proportionally to heads `factor` times as large."""
+        """Return these costs for heads `factor` times as large: attention costs in proportion, planning unchanged."""
         sparse = {name: replace(line, each=line.each * factor) for name, line in self.sparse.items()}
         return replace(self, dense=replace(self.dense, each=self.dense.each * factor), sparse=sparse)
 
@@ -90,8 +90,8 @@ class Costs:
 
 
 def measure_seconds(run: Callable[[], Any], device: torch.device, busy_s: float = 0.0) -> float:
-    """Seconds of `run`: the minimum of five runs after two warm-ups, by CUDA events on CUDA. There `device` is kept busy
-    for `busy_s` seconds before each run, so that launch overhead within that time is not counted."""
+    """Measure the seconds of `run`: the minimum of five runs after two warm-ups, by CUDA events on CUDA. There `device` is
+    kept busy for `busy_s` seconds before each run, so that launch overhead within that time is not counted."""
     if device.type == "cuda" and device != torch.device("cuda", torch.cuda.current_device()):
         with torch.cuda.device(device):  # on whose stream events are recorded
             return measure_seconds(run, torch.device("cuda", torch.cuda.current_device()), busy_s)
@@ -114,7 +114,7 @@ def measure_seconds(run: Callable[[], Any], device: torch.device, busy_s: float 
 
 
 def host_launch_seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Host seconds to launch `run` on CUDA: the minimum of three after one warm-up; 0 on CPU."""
+    """Measure the host's seconds to launch `run` on CUDA: the minimum of three after one warm-up; 0 on CPU."""
     if device.type != "cuda":
         return 0.0
     taken: list[float] = []

@@ -69,12 +69,12 @@ class Choice:
 
 
 def why_unusable(device: torch.device | str) -> dict[str, str | None]:
-    """Backend name -> None if it can run on `device`, else the reason as a phrase."""
+    """Return for each backend name None if it can run on `device`, else the reason as a phrase."""
     return {name: _why_not(name, torch.device(device)) for name in BACKENDS}
 
 
 def choose(device: torch.device | str) -> str:
-    """The backend that "auto" means on `device` without measurements."""
+    """Return the name of the backend that "auto" means on `device` without measurements."""
     return next(_candidates(torch.device(device)))
 
 
@@ -125,7 +125,7 @@ def choose_backend(
 
 
 def get(name: str, device: torch.device | str) -> BlockAttend:
-    """The `block_attend` operator of the backend `name` ("auto": of `choose`), with the schema of `ops.block_attend`.
+    """Return the `block_attend` operator of the backend `name`; "auto": of the backend that `choose` returns.
 
     Raises `UnknownName` for an unknown name, and `RecipeError` for a backend that cannot run on `device`.
     """
@@ -145,7 +145,7 @@ def get(name: str, device: torch.device | str) -> BlockAttend:
 
 
 def with_extended_support(kernel: BlockAttend, device: torch.device) -> BlockAttend:
-    """`kernel` if it supports parts with `Part.uses_extras`, else the first backend's operator on `device` that does."""
+    """Return `kernel` if it supports parts with `Part.uses_extras`, else the first operator usable on `device` that does."""
     if getattr(kernel, "extra", True):
         return kernel
     return next(op for name in _candidates(device) if getattr(op := get(name, device), "extra", True))

@@ -1,6 +1,6 @@
-"""Generation for the commands: prompt inputs, answers with their reports, and what a draft gained.
+"""Generation for the commands: model inputs of a prompt, answers with their reports, and what a draft gained.
 
-For a draft: tokens accepted in a round and in a row, speed-up over plain decoding, and a check of tokens that differ.
+For a draft: accepted tokens per round and in a row, speed-up over plain decoding, and a check of tokens that differ.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def check_rounding(
     """Check whether `ours` [n] and `plain` [m], greedy new ids after the prompt `inputs`, differ by rounding alone.
 
     A draft's window is verified by kernels for several rows, which in low precision may flip a near tie. At the first
-    difference the two candidates are compared in fp32 (`exact`: the model in fp32, else a copy is made); allowed is the
-    largest change of any logit there between a one-row and a `window`-row pass.
+    difference the logits of the two candidates are compared in fp32 (`exact`: the model in fp32, else a copy is made). Their
+    gap may be at most the largest change of any logit there between a one-row and a `window`-row pass.
     """
     length = min(ours.numel(), plain.numel())
     differ = (ours[:length] != plain[:length]).nonzero()
@@ -246,7 +246,7 @@ def memory_bandwidth(device: torch.device | str = "cpu", size: int = 1 << 28) ->
 
 
 def min_decode_step_s(model: nn.Module, cache_bytes: float, rate: float) -> float:
-    """Lower bound of a decode step in seconds: reading the language model's weights and the cache once."""
+    """Return a lower bound of a decode step in seconds: reading the model's weights and `cache_bytes` once, at `rate`."""
     head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
     parts = [part for part in (adapter_for(model).text_model(model), head) if part is not None]

@@ -211,8 +211,8 @@ def build_default_policy(slot: str, name: str, **fields: Any) -> Any:
 
 
 def why_call_refused(works: Callable[[], object], names: Iterable[str] = ()) -> str:
-    """Return `YES` if `works` raises no `RecipeError`, else its message, with the policy `names` taken out, so that equal
-    reasons compare equal."""
+    """Return `YES` if `works` raises no `RecipeError`, else its message, without the policy `names`, so that equal reasons
+    compare equal."""
     try:
         works()
     except RecipeError as error:
@@ -228,7 +228,7 @@ USES: dict[str, Callable[[Recipe], object]] = {"generate": check_sequences, "Vid
 
 
 def names_by_field() -> dict[str, list[str]]:
-    """Return the names that each recipe field can take: policies, "own" for pruners of a draft's prompt, "none" for an empty
+    """Return recipe field -> the names that it can take. "own" lists the pruners of a draft's prompt; "none" is an empty
     field."""
     names = {slot: list(registry(slot)) for slot in SLOTS}
     own = {name for name, cls in registry("prune").items() if cls.stage == "draft"}

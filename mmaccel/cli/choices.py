@@ -209,8 +209,8 @@ def read_video(
     model: nn.Module | None = None,
     recipe: Recipe | None = None,
 ) -> Video:
-    """Read the frames for a model: as asked ("auto": as many as `model` can hold under `recipe`), or by its default
-    `VideoBudget`."""
+    """Read a video's frames for a model: as many as the options ask for ("auto": as many as `model` can hold under
+    `recipe`), or else as the model's default `VideoBudget` says."""
     from mmaccel.models.taking import max_frames_that_fit, read_sampled_video
 
     if frames is not None and (fps is not None or max_frames is not None):
@@ -271,7 +271,7 @@ def format_frame_rate(fps: float, own: float | None) -> str:
 def reconnecting_clips(
     opens: Callable[[], Any], note: Callable[[StreamEvent], None]
 ) -> Generator[Video, None, None]:
-    """Clips of a camera or URL that is reopened whenever it ends; each break is reported to `note` and to the user."""
+    """Yield clips of a camera or URL that is reopened whenever it ends; each break is reported to `note` and to the user."""
 
     def told(event: StreamEvent) -> None:
         note(event)

@@ -229,7 +229,7 @@ def split_words(text: str) -> str:
 
 
 def cluster_entry_runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    """Cluster -> its runs (begin, end) of consecutive entries, in order of each cluster's first entry."""
+    """Return cluster -> its runs (begin, end) of consecutive entries, in order of each cluster's first entry."""
     found: dict[int, list[tuple[int, int]]] = {}
     begin = 0
     for name, run in groupby(cluster):
@@ -245,7 +245,7 @@ def plot_cluster_timeline(
     """Plot which cluster each entry is in over time, a lane for each cluster, ordered by first entry.
 
     clusters  level -> [L or 1, N] (`VideoSession.clusters`); of levels that differ by layer, `layer` is drawn
-    shown     seconds of each time step; the N entries are equal parts of these
+    shown     seconds of each time step; each step has an equal number of the N entries
     """
     end = shown[-1] + (shown[-1] - shown[0]) / max(1, len(shown) - 1)
     owners = {name: rows[min(layer, len(rows) - 1)].tolist() for name, rows in clusters.items()}

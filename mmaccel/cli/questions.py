@@ -180,8 +180,8 @@ def evidence_footer(answer: Answer, moments: int) -> list[str]:
 
 
 def stream_status_lines(report: Report, ingested: tuple[int, int] = (0, 0)) -> list[str]:
-    """Return lines on what each part of a session's recipe did: frames seen, query-key pairs computed, tokens drafted; and
-    on its memory. `ingested`: the first frame of the last ingestion, and the first after it."""
+    """Return lines that say what each part of a session's recipe did (frames seen, query-key pairs computed, tokens
+    drafted), and what its memory holds. `ingested`: the first frame of the last ingestion, and the first after it."""
     parts, draft, seen = [], report.draft, report.kv.get("ingest_seen")
     if seen is not None:
         cut = ", for questions with a time and saves end an ingestion" if ingested[0] and seen < 1 else ""

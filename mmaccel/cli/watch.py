@@ -272,12 +272,12 @@ def watch(
 class WatchRun:
     """A running `watch` command: feeds clips to a session and asks the questions when they are due.
 
-    most        tokens of an answer; `moments` frames it is based on are shown, unless `quiet`
+    most        tokens of an answer; `moments`: how many of its evidence frames are printed, unless `quiet`
     begin, had  seconds of the last frame, and number of frames, of the saved session it continues; None, 0 for none
-    asked       questions with a time still to come, in order, then those for the end
+    asked       questions whose time is still to come, in order, then those for the end
     unanswered  questions without an answer yet; `answers`: the answers, JSON-ready
     ingested    the first frame of the last ingestion, and the first after it
-    uneven      gaps and irregular times of the source; `lines`: text beside its frames, in the session's times
+    uneven      log of gaps and irregular times of the source; `lines`: its subtitles, in the session's times
     """
 
     def __init__(
@@ -316,8 +316,8 @@ class WatchRun:
         seen: Callable[[int, int | None], None],
         pause: Callable[[], bool],
     ) -> None:
-        """Feed a piece to the session and answer questions that are due. If `rest` (of a stored video) is given, it is
-        ingested too, up to the next question's time, to where `pause` returns True, or to an interrupt."""
+        """Feed a piece to the session and answer its questions. `rest`, if given: the later pieces of a stored video, which
+        are ingested too, up to the next question's time, to where `pause` returns True, or to an interrupt."""
         frames, due = piece
         before = len(self._session)
         if frames is not None and rest is None:
@@ -344,8 +344,8 @@ class WatchRun:
         self.answer(due)
 
     def answer(self, due: list[Asked], last: bool = False) -> None:
-        """Ask the questions `due`, whose time has come, or at the end the `last` ones. Prints a note for a time that was not
-        watched."""
+        """Ask the questions `due`; `last`: the video has ended, and they are those left. Prints a note if a question's time
+        was not watched."""
         for at, text in due:
             end = self._session.seconds
             if last and at is not None and at > end + 1 / self._fps:

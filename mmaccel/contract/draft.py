@@ -23,7 +23,7 @@ Rule = Callable[[Sequence[int]], Tensor]
 
 
 def bigram_rule(table: Tensor) -> Rule:
-    """Return a rule of a toy model: the next token's logits [V] are the row of `table` [V, V] for the last token."""
+    """Return a toy model's rule (tokens so far -> next logits [V]): the row of `table` [V, V] for the last token."""
     return lambda tokens: table[tokens[-1]]
 
 
@@ -38,7 +38,7 @@ class ToyModel(nn.Module):
 
 
 class ToyRunner(Runner):
-    """A `Runner` of a toy model; it records which tokens it has run and how it was used."""
+    """A `Runner` of a toy model; it records the tokens it has run and the number of steps."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule

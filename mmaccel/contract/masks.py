@@ -1,6 +1,6 @@
 """Reference masks of sparse patterns, pair by pair from their definitions, for one sequence without padding.
 
-Two bool masks [H or 1, S, S] each: what a query sees at least, and, if a pattern rounds to blocks, at most.
+Two bool masks [H or 1, S, S] each: the pairs that a plan computes at least, and, if a pattern rounds to blocks, at most.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Made = tuple[Tensor, Tensor]
 def pattern_mask(
     name: str, given: Mapping[str, Any], layout: TokenLayout, query: Tensor, key: Tensor
 ) -> Made:
-    """Return the masks of pattern `name` with fields `given`, for query [1, H, S, D] and key [1, G, S, D] after RoPE."""
+    """Return both masks of pattern `name` with fields `given`, for query [1, H, S, D] and key [1, G, S, D] after RoPE."""
     made: Any = DEFINED[name](given, layout, query[0], key[0])
     return made if isinstance(made, tuple) else (made, made)
 

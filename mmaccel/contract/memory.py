@@ -125,15 +125,15 @@ def _check_beams(policy: KVPolicy) -> None:
 
 
 def encode_kv(serials: list[list[int]], layer: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, G, n, D] whose elements encode serial number, layer, group and index; values are
-    negative."""
+    """Return distinct keys [B, G, n, D], whose elements encode column number (`serials`), layer, group and index, and
+    values, their negatives less 0.5."""
     base = 1000.0 * torch.tensor(serials, dtype=torch.float64)[:, None, :, None] + 100 * layer
     key = base + 10 * torch.arange(GROUPS)[None, :, None, None] + torch.arange(SIZE)
     return key, -key - 0.5
 
 
 def append_to_layers(who: str, state: KVState, first: int, count: int) -> KVView:
-    """Append columns numbered from `first` on to all layers; return the view of the last layer."""
+    """Append `count` columns numbered from `first` on to all layers; check and return the view of the last layer."""
     for layer in range(LAYERS):
         newest, values = encode_kv([list(range(first, first + count))], layer)
         state.append(layer, newest, values)

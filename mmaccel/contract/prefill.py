@@ -33,7 +33,7 @@ FIELDS = ("modality", "segment", "frame", "row", "column")
 
 
 def raise_unless(kept: object, sentence: str) -> None:
-    """Raise `RecipeError` with the sentence unless `kept` is true."""
+    """Raise `RecipeError` with the message `sentence` unless `kept` is true."""
     if not kept:
         raise RecipeError(sentence)
 
@@ -72,7 +72,7 @@ def _sequence(rng: Random, length: int) -> list[tuple[int, ...]]:
 
 
 def random_signals(layout: TokenLayout, stage: Stage, seed: int = 0, asked: int | None = None) -> Signals:
-    """Return random signals for `stage`; attention has `asked` rows (None: the `observation_columns`), which sum to one."""
+    """Return random signals for `stage`; attention has `asked` rows (None: of `observation_columns`) that sum to one."""
     g = torch.Generator().manual_seed(seed)
     S, asked = layout.length, observation_columns(layout).numel() if asked is None else asked
     tensors: dict[str, Tensor] = {
@@ -145,7 +145,7 @@ def _seen(plan: AttentionPlan, queries: TokenLayout, keys: TokenLayout) -> tuple
 def check_plan(
     pattern: SparsePattern, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
 ) -> AttentionPlan | None:
-    """Return the plan of `pattern`; raises `RecipeError` if it violates the contract. For small sizes."""
+    """Check the plan of `pattern` for small inputs, and return it; raises `RecipeError` if it violates the contract."""
     who = f"sparse {pattern.name!r}"
     plan = pattern.plan_layer(query, key, key, q_layout, k_layout)
     if plan is None:

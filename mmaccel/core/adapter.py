@@ -62,15 +62,15 @@ class Branches:
 
 @dataclass
 class Columns:
-    """The `layout` of the tokens in a KV cache; `delta`, what is added to a column number to get its rotary position; and
-    `ids` [B, n] of the first n of them, where they are known."""
+    """What is known of the tokens in a KV cache: their `layout`; `delta`, which is added to a column number to get its
+    rotary position; and `ids` [B, n] of the first n of them, or None."""
 
     layout: TokenLayout
     delta: Tensor
     ids: Tensor | None = None
 
     def append_turn(self, new: TokenLayout) -> TokenLayout:
-        """Return the layout followed by `new` [1, n], the next turn of a conversation; only its words count as `asked`."""
+        """Return the layout followed by `new` [1, n], the next turn of a conversation; only its words are `asked`."""
         text, visual = (new.modality == TEXT) & new.valid, (new.modality != TEXT).long()
         after = text & (visual.cumsum(1) == visual.sum(1, keepdim=True))
         asked = new.asked if bool(new.asked.any()) else after if bool(after.any()) else text
@@ -81,8 +81,8 @@ class Columns:
 class Runner(ABC):
     """Runs one sequence on one model, without gradients: prefill, decode steps, rollback, and prompts of later turns.
 
-    lasting   a later turn may follow, so tokens that `keep` drops from a prompt are remembered
-    together  None, or what runs the steps of several runners as one batch: a list of runners and their ids [1, n] -> for
+    lasting   whether a later turn may follow; then tokens that `keep` drops from a prompt are remembered
+    together  None, or a callable that runs one step of several runners as one batch: (runners, their ids [1, n]) -> for
               each, logits [1, n, V] or an error. Its `warm`, if any: whether the last step captured no CUDA graph
     """
 
@@ -103,11 +103,11 @@ class Runner(ABC):
         """Run tokens `ids` [1, n], a chain or (with `branches`) a tree, after those run before; return logits [1, n, V]."""
 
     def resume(self, inputs: Mapping[str, Any], past: Columns | None = None) -> None:
-        """Continue from a KV cache that holds the tokens `past` and the prompt `inputs`: set positions, run nothing."""
+        """Continue from a KV cache that already holds the tokens `past` and the prompt `inputs`; runs nothing."""
         raise ModelError(f"{type(self).__name__} cannot resume from a KV cache; run the whole prompt.")
 
     def accept(self, path: Tensor) -> None:
-        """Keep of the last `step` only the columns at `path` [k] (ascending), and drop its other columns."""
+        """Of the columns that the last `step` added, keep only those at `path` [k] (ascending), and drop the others."""
         raise ModelError(f"{type(self).__name__} cannot verify token trees; propose chains.")
 
     @abstractmethod
@@ -189,7 +189,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def project_query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
-        """Return queries [B, H, n, D] of `layer` before RoPE for rows [B, n, E] of `norm`: affine but for a query norm."""
+        """Return queries [B, H, n, D] of `layer` before RoPE for `rows` [B, n, E] of `input_norm`'s output."""
 
     @abstractmethod
     def rope_angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -197,7 +197,7 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def apply_rope(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Apply RoPE to `x` [B, heads, n, D] with the cosines and sines from `angles`."""
+        """Apply RoPE to `x` [B, heads, n, D] with the cosines and sines `angles`, which `rope_angles` returned."""
 
     @abstractmethod
     def apply_rope_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
@@ -216,7 +216,7 @@ class ModelAdapter(ABC):
         """Load the model saved in folder `path` with dtype and device of `like`; a `ConfigOnlyModel` if `like` is one."""
 
     def supports_model_type(self, kind: str) -> bool:
-        """Return whether a family of model type "*" supports model type `kind`, which no other family supports."""
+        """Return whether this family supports model type `kind`; a family of type "*" is asked if no other does."""
         return kind in self.model_types
 
     def tiny_model_factory(self, kind: type[nn.Module]) -> Any:
@@ -263,16 +263,16 @@ class ModelAdapter(ABC):
         return frozenset()
 
     def memory(self, view: ModelView, state: Callable[[int], Any]) -> Any:
-        """Return the `KVState` of all layers; `state(n)` opens the recipe's KV memory for n layers."""
+        """Return the `KVState` of all layers, built from the recipe's KV memory: `state(n)` opens one for n layers."""
         return state(view.geometry.layers)
 
     def tree_mask_argument(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
-        """Return the plain model's mask argument for a token tree at `positions` [1, n]; additive `mask` [1, 1, n, N]."""
+        """Return a token tree's additive `mask` [1, 1, n, N], at `positions` [1, n], as the plain model takes it."""
         return mask
 
     def with_pass_info(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
-        """Return `note` (`ForwardPassInfo`: facts of a forward pass for its layers) with facts read from the model's
-        arguments `kwargs`; may remove some of these."""
+        """Return `note` (`ForwardPassInfo`: facts of a forward pass that its layers need), with facts from the multimodal
+        model's arguments `kwargs` added; may remove some of these."""
         return note
 
     def placeholders(self, model: nn.Module) -> tuple[int, ...]:
@@ -297,7 +297,7 @@ class ConfigOnlyModel(nn.Module):
 class ModelView:
     """The part of a model that policies may use; with a `ConfigOnlyModel` they only check whether they support the model.
 
-    Members that `ModelAdapter` has too do the same, for this model.
+    Methods and properties that `ModelAdapter` has too do the same, for this model.
     """
 
     model: nn.Module
@@ -308,7 +308,7 @@ class ModelView:
 
     @property
     def config_only(self) -> bool:
-        """Whether there are no weights; then those of `other_model_view` have none either, and nothing can be run."""
+        """Whether the model has no weights, only a configuration; then nothing can be run or loaded."""
         return isinstance(self.model, ConfigOnlyModel)
 
     @property
@@ -346,7 +346,7 @@ class ModelView:
     def get_or_create(
         self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda _: True
     ) -> Any:
-        """Return the object cached under `name` until `release`; `make` creates it if it is missing or `use` rejects it."""
+        """Return the object cached as `name`; create it by `make` if it is missing, or anew if ``use(it)`` is False."""
         if name in self._held and not use(self._held[name]):
             self._held.pop(name).close()
         if name not in self._held:
@@ -354,7 +354,7 @@ class ModelView:
         return self._held[name]
 
     def close_cached_objects(self) -> None:
-        """Close and forget all objects cached by `cached`; called when the recipe is detached."""
+        """Close and forget all objects that `get_or_create` cached; called when the recipe is detached."""
         while self._held:
             self._held.popitem()[1].close()
 
@@ -368,7 +368,7 @@ class ModelView:
         return ModelView(model, self.resolve(model), self.resolve)
 
     def causal_lm(self, model: str | nn.Module) -> ModelView | None:
-        """Return the `other_model_view` of a causal language model without vision; None if `model` is of another kind."""
+        """Return a view of a causal language model without vision, given as a folder or module; None for any other model."""
         given = self._loaded.get(model, model) if isinstance(model, str) else unwrap(model)
         found = self.adapter.causal_lm(given, self.model)
         if found is None:
@@ -384,7 +384,7 @@ def tensor_parallel_size(model: nn.Module) -> int:
 
 
 def rows_of(module: Any, name: str) -> int | None:
-    """Return the rows of the weight of projection `name` in this process; None if it is not a floating-point matrix."""
+    """Return how many rows of the weight of projection `name` this process holds; None if it is no floating-point matrix."""
     weight = getattr(getattr(module, name, None), "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         return None

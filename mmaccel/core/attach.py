@@ -42,8 +42,8 @@ _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
 class StreamModel(ABC):
     """What a video stream needs of a model: features of frames, embeddings, rotary positions, forward passes, logits.
 
-    It keeps nothing on the model between calls. Streams that share a model take `turns` on it. A unit (one step of time) is
-    `frames_per_unit` frames of P tokens. Layer n is on ``layer_devices[n]``. E hidden size, V vocabulary.
+    It keeps nothing on the model between calls. `turns` is the lock of the streams that share a model. A unit (one step of
+    time) is `frames_per_unit` frames of P tokens. Layer n is on ``layer_devices[n]``. E hidden size, V vocabulary.
     """
 
     view: ModelView
@@ -68,7 +68,7 @@ class StreamModel(ABC):
         return AttentionConfig(Recipe(), "auto", None)
 
     def accepts_frames(self, frames: Tensor, size: tuple[int, int]) -> bool:
-        """Return whether the vision tower takes frames [T, 3, H, W] at the same size as frames of `size` (height, width)."""
+        """Return whether frames [T, 3, H, W] enter the vision tower at the same size as frames of `size` (height, width)."""
         return True
 
     @abstractmethod
@@ -81,8 +81,8 @@ class StreamModel(ABC):
         return frames
 
     def embed_units(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
-        """Return the layers' input [n, P, E] for units (frames) with `features` [n, ., E]: the features and the text, such
-        as a time stamp, beside each. It is wider than E where layers add features of their own (see `run`)."""
+        """Return the layers' input [n, P, E] for units (frames) with `features` [n, ., E]: the features and text around them
+        (a time stamp, say). It is wider than E where layers add features of their own."""
         return features
 
     @abstractmethod
@@ -99,7 +99,7 @@ class StreamModel(ABC):
 
     @abstractmethod
     def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
-        """Return the rotary positions of a stream of frames of `size` (height, width) at `fps`, or None if unknown."""
+        """Return the rotary positions of a stream of frames of `size` (height, width) at `fps` (None: unknown)."""
 
     @abstractmethod
     def embed_tokens(self, ids: Tensor) -> Tensor:
@@ -127,12 +127,12 @@ class StreamModel(ABC):
         """
 
     def run_batched_passes(self, passes: Passes, embeds: Tensor, units: bool = False) -> Any:
-        """Run one pass each for answers (or `units`) on several streams, as one batch (for each: pass, number of rows,
-        `hidden`; see `run`). Returns the final hidden states, and errors by index."""
+        """Run a pass of each of several streams as one batch: of answers, or with `units` of frames. `passes`: for each the
+        pass, its number of rows, and `hidden` (see `run_layers`). Returns the last hidden states, and errors by index."""
         raise ModelError("run_batched_passes: this model cannot batch several streams; run them one by one.")
 
     def new_running_states(self) -> RunningStates | None:
-        """Return fresh recurrent states for a stream, or None if no layer has any; they are passed to `run` as `running`."""
+        """Return fresh recurrent states for a stream, to be passed to `run_layers`; None if no layer is recurrent."""
         return None
 
     @abstractmethod
@@ -156,13 +156,13 @@ class StreamAdapter(StreamModel):
         (begin, end) of the user's own words in them. Raises `ModelError` for an empty question."""
 
     def token_choice(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
-        """Return how at most `most` tokens after `ids` [1, S] are chosen, by `settings` of `generate`; `drafts`: a draft
-        proposes some. Raises `ModelError` for an unknown setting."""
+        """Return how at most `most` new tokens after `ids` [1, S] are chosen (sampling, stop rules), from keyword arguments
+        `settings` of `generate`; `drafts`: a draft proposes some. Raises `ModelError` for an unknown setting."""
         raise ModelError(f"{next(iter(settings))}: this model decodes greedily only; leave it out.")
 
     @abstractmethod
     def text_ids(self, text: str) -> Tensor:
-        """Return the token ids [n] of a text of which nothing acts as a special token."""
+        """Return the token ids [n] of a text, in which special tokens count as plain text."""
 
     @abstractmethod
     def end_token_ids(self) -> frozenset[int]:
@@ -178,16 +178,16 @@ class StreamAdapter(StreamModel):
 
 
 class ModelFamily(ModelAdapter):
-    """A `ModelAdapter` whose models also take a recipe and read video streams."""
+    """A `ModelAdapter` that can also attach a recipe to its models, and read video streams with them."""
 
     @abstractmethod
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
-        """Attach the recipe of `owner` to `model`, then call `owner.mark_attached`; the returned function calls
-        `owner.mark_detached` and restores it. Both wait for running calls; if they fail, the model stays as it was."""
+        """Attach the recipe of `owner` to `model`, then call `owner.mark_attached`. Return a function that calls
+        `owner.mark_detached` and restores the model. Both wait for running calls; a failure leaves the model as it was."""
 
     @abstractmethod
     def runner(self, model: nn.Module, state: KVState | None = None) -> Runner:
-        """Return a `Runner` for one sequence on `model`; `state` is its KV memory under a recipe (None: the recipe's)."""
+        """Return a `Runner` for one sequence on `model`; `state` is its KV memory under a recipe (None: a new one)."""
 
     @abstractmethod
     def stream_adapter(self, model: nn.Module, processor: Any) -> StreamAdapter:
@@ -276,8 +276,8 @@ class Accelerated:
         return self._state()
 
     def register_state(self, state: KVState, holder: object) -> Callable[[], object]:
-        """Register `state` as the current KV memory. It is released when `holder` is garbage-collected, or earlier by the
-        returned function; its counters are saved for reports."""
+        """Register `state` as the current KV memory, whose counters reports show; when `holder` is garbage-collected, the
+        counters are kept. The returned function cancels that."""
         self._state, self._counted = ref(state), {}
         kept = finalize(holder, self._left_over, state)
         kept.atexit = False
@@ -288,7 +288,7 @@ class Accelerated:
             self._counted = dict(state.counters())
 
     def release_state(self, state: KVState, counters: Mapping[str, float]) -> None:
-        """Release the KV memory `state`. If it is still the current one, reports go on showing these `counters` for it."""
+        """Forget the KV memory `state`; if it is the current one, reports show these `counters` for it from now on."""
         if self._state() is state:
             self._state, self._counted = lambda: None, dict(counters)
 
@@ -311,7 +311,7 @@ class Accelerated:
         return attention.meter.report(self.recipe.to_dict(), attention.backend, kv, self.view.device, why)
 
     def mark_attached(self) -> None:
-        """Make `attached` return this object; the adapter calls it at the end of attaching."""
+        """Make the function `attached` return this object for the model; the adapter calls it at the end of attaching."""
         _attached[self.model] = ref(self)
 
     def mark_detached(self) -> None:
@@ -319,10 +319,8 @@ class Accelerated:
         _attached.pop(self.model, None)
 
     def detach(self) -> None:
-        """Restore the model, once running calls of other threads have ended; a second call does nothing.
-
-        Raises `ModelError` inside a call of the model in this thread, such as a logits processor or a streamer.
-        """
+        """Restore the model, once running calls of other threads have ended; a second call does nothing. Raises `ModelError`
+        within a call of the model in this thread, such as from a logits processor or a streamer."""
         if self._detach is not None:
             self._detach()
             self._detach = None
@@ -359,11 +357,9 @@ def accelerate(
 
 
 def fit_recipe(recipe: Recipe, view: ModelView) -> Recipe:
-    """Return `recipe` adapted to a model: checked when it is attached, or by the configuration before weights are loaded.
-
-    Raises `RecipeError` if it cannot serve `generate` or a model of these sizes, and `DraftError` if the draft model is
-    missing or does not fit.
-    """
+    """Return `recipe` adapted to the model of `view`, which may be a configuration only, before weights are loaded. Raises
+    `RecipeError` if it cannot serve `generate` or a model of these sizes, and `DraftError` if the draft model is missing or
+    does not fit."""
     check_sequences(recipe)
     recipe = _bound(recipe, view)
     recipe.draft.check_target(view)
@@ -384,7 +380,7 @@ def _bound(recipe: Recipe, view: ModelView) -> Recipe:
 
 
 def stream_attention_config(recipe: Recipe, adapter: StreamModel) -> AttentionConfig:
-    """Return the `AttentionConfig` of a session's layers under `recipe`; raises `RecipeError` as `fitted` does."""
+    """Return the `AttentionConfig` of a session's layers under `recipe`; raises `RecipeError` if the model cannot run it."""
     recipe = _bound(recipe, adapter.view)
     if recipe.sparse.dense:
         choice = select.Choice(select.choose(adapter.device), "a memory of streams decides what is seen")

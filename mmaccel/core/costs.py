@@ -54,9 +54,9 @@ class Workload:
     """The workload to predict: a video or stream of `frames` frames, `questions` of `words` tokens each, answers of `answer`
     tokens.
 
-    live    the frames come from a camera as they are watched
+    live    whether the frames come from a camera as they are watched
     memory, host  bytes of device and host memory that may be used
-    step_tokens  tokens per decode step with the recipe's draft; None: `TOLD` with a draft model, else 1
+    step_tokens  tokens per decode step with the recipe's draft; None: `TOLD` is assumed with a draft model, else 1
     """
 
     frames: int
@@ -75,7 +75,7 @@ class PredictedCost:
     (`token_s`); peak bytes on device and host.
 
     session  whether this is for a `VideoSession`, not for a call of `generate`
-    once_s   seconds that each of the first questions takes beyond later ones: captures, and what else is made once
+    once_s   for each of the first questions, seconds of one-off work (such as CUDA graph captures) that later ones save
     """
 
     read_s: float
@@ -108,13 +108,13 @@ class PredictedCost:
 
 
 def needs_video_session(recipe: Recipe, work: Workload) -> bool:
-    """Return whether a `VideoSession` serves `work`, not a call of `generate`."""
+    """Return whether `work` needs a `VideoSession`; a call of `generate` serves any other."""
     return work.live or work.questions > 1 or not recipe.kv.sequences
 
 
 def overhead_key(recipe: Recipe, work: Workload) -> str:
-    """Return the key under which a `DeviceRates` keeps the measured `MeasuredOverhead` of `recipe` for this kind of
-    `work`: live, session or one call, and the recipe's fields except the draft."""
+    """Return the key under which a `DeviceRates` keeps the `MeasuredOverhead` for `work`: its kind (live, session, or one
+    call of `generate`) and all fields of `recipe` but the draft."""
     how = "live" if work.live else "session" if needs_video_session(recipe, work) else "call"
     told = {name: part for name, part in recipe.to_dict().items() if name != "draft"}
     return f"{how} {json.dumps(told, sort_keys=True, default=str)}"

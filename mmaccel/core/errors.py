@@ -55,7 +55,7 @@ class ArgumentNames:
     """Formats names of a call's arguments for an error message: ``fps=8`` with a value, ``fps=, frames= or size=`` without.
 
     within  the words around the names, ``{}`` where the names go; all of it is omitted if no name remains
-    sign    what follows each name
+    sign    the text that follows each name
     """
 
     def __init__(self, *names: str, value: object = None, within: str = "{}", sign: str = "=") -> None:
@@ -111,7 +111,7 @@ class UnknownName(RecipeError):
     own    whether a file of the user could register the name
     others  former names, and fields of parts (an index, a store), from which the nearest name may also come
     meant  what the name means elsewhere and what to use instead (`Policy.words`); the message then says only this
-    owner  what has a thing of `kind`, if the name is of a part of it: "kv 'mosaic'"
+    owner  the policy ("kv 'mosaic'") to which the part of `kind` belongs that was to have this name
     """
 
     def __init__(

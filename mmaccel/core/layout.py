@@ -33,10 +33,10 @@ class TokenLayout:
     row, column  cell of the token in its frame's grid
     position   rank of the token among the valid tokens of its sequence, by which causality is defined
     valid      bool, False on padding
-    asked      bool, True on the words of the question, if they are known to be elsewhere than after the last image or
-               video; all False: they are there, or it is not known (`core.prefill.prune.question_text_columns`)
+    asked      bool, True on the words of the question, if some of them are not behind the last image or video; all False:
+               they all are, or it is not known (`core.prefill.prune.question_text_columns`)
 
-    A token of an image that is in no frame, a finer tile's, has a cell too: that of the picture that the tiles form.
+    A token of an image's high-resolution tiles is in no frame; its cell is that in the picture which all tiles form.
     """
 
     modality: Tensor
@@ -127,13 +127,13 @@ class TokenLayout:
         return not bool(self.valid.all())
 
     def host_value(self, name: Any, read: Callable[[], Any]) -> Any:
-        """Return the fact `name`, of the host: ``read()`` reads the device, if no copy of this layout has it."""
+        """Return the fact `name` as a host value: cached, or from ``read()``, which may wait for the device."""
         if name not in (facts := self.memo.setdefault("facts", {})):
             facts[name] = read()
         return facts[name]
 
     def share_host_values(self, equal: TokenLayout) -> None:
-        """Know from now on what is known of an `equal` layout, on any device."""
+        """Use one cache of host values with `equal`, a copy of this layout that may be on another device."""
         self.memo["facts"] = equal.memo.setdefault("facts", {})
 
     def _map(self, f) -> TokenLayout:  # type: ignore[no-untyped-def]
@@ -173,7 +173,7 @@ class TokenLayout:
         return self.append(TokenLayout.text(self.batch, count, self.device)) if count else self
 
     def to(self, device: torch.device | str) -> TokenLayout:
-        """Return the layout on `device`; what the host knows of one, it knows of both."""
+        """Return the layout on `device`; both share the values that are read to the host."""
         moved = self._map(lambda t: t.to(device))
         moved.share_host_values(self)
         return moved
@@ -190,16 +190,16 @@ class PositionIds:
     """Rotary positions of a video stream: of the prompt before it, of any unit (step of time), and of the text after it.
 
     All results are long, [n], or [3, n] for M-RoPE. A unit's number in the stream gives *original* positions, its rank among
-    the units that are seen *compact* ones. For a prefix of the stream both are what the model gives the same prompt.
+    the units that a question sees *compact* ones. For a prefix of the stream both are the model's own.
 
-    A session makes it from the model's own rope index: `head` [A, h], `unit` [A, P] (positions of unit 0), with A = 1 or 3;
-    `steps(n)` [n] long, what is added to the first coordinate of units 0 .. n - 1; `text` the position of the first token
-    after one unit, `slope` how much a further unit adds to it; `limit` the length the model was made for; `after` [A, t]
-    what the first t columns of the text add to its first position, if images are among them (None: their number).
+    A session makes it from the model's own rope index: `head` [A, h] and `unit` [A, P], positions of the prompt and of unit
+    0, with A = 1 or 3; ``steps(n)`` [n] long, the offsets of units 0 .. n - 1 on the first axis; `text`, the position of the
+    first text token after one unit, and `slope`, its shift by each further unit; `limit`, the model's number of positions;
+    `after` [A, t], offsets of the first t text tokens from the first one, if images are among them (None: 0, 1, 2, ...).
 
-    With `time_scale`, positions are seconds. `record_unit_times` says when units were shown; each unit has an *own* position
-    from its time, counted in slots: intervals of the even rate since the first unit. A unit between two slots gets the
-    position of the second in which it was shown; one beyond `limit` gets the position at the limit.
+    With `time_scale`, the first axis' positions follow time: `record_unit_times` sets when units were shown; each has an
+    *own* position from its time. Time is counted in slots, intervals of the even frame rate since the first unit; at that
+    rate unit n is in slot n. Between two slots the position is computed from seconds, rounded down. None exceeds `limit`.
     """
 
     def __init__(
@@ -231,13 +231,13 @@ class PositionIds:
 
     @classmethod
     def evenly_spaced(cls, head: Tensor, unit: Tensor, text: int, slope: int, limit: int, *more: Any) -> Self:
-        """Create the positions of units (frames) that follow each other as text does, `slope` apart on every axis."""
+        """Create the `PositionIds` of units (frames) that follow each other as text does, `slope` apart on every axis."""
         made = cls(head, unit, lambda n: torch.arange(n) * slope, text, slope, limit, None, *more)
         made.moved = made.axes
         return made
 
     def renumbered_positions(self, tokens: int) -> PositionIds:
-        """Return positions that number the tokens of units (frames) of `tokens` tokens 0, 1, 2, ... on every axis."""
+        """Return `PositionIds` that number all tokens 0, 1, 2, ... on every axis, with `tokens` tokens a unit (frame)."""
         first = self._head.shape[1]
         line = torch.arange(first + tokens, device=self._head.device).expand(self.axes, -1)
         return self.evenly_spaced(line[:, :first], line[:, first:], first + tokens, tokens, self.limit)
@@ -267,7 +267,7 @@ class PositionIds:
         self._own[begin : len(slots)] = steps.to(self._own.device)
 
     def unit_time_slot(self, unit: int) -> float:
-        """Return the slot of a unit (frame): its time in intervals of the even rate. Unknown times follow the last one."""
+        """Return a unit's (frame's) time in slots, intervals of the even rate. Unknown times follow the last one evenly."""
         if self._odd is None:
             return unit
         last = len(self._slots) - 1
@@ -283,7 +283,7 @@ class PositionIds:
         return self._odd is None
 
     def by_time(self, first: int, count: int, base: int = 0) -> Tensor:
-        """Return positions [count * P] or [3, count * P] of units (frames) from `first` on, by their times since `base`."""
+        """Return positions [count * P] or [3, count * P] of units (frames) from `first` on, by time since slot `base`."""
         if self._odd is None:
             return self.by_range(first - base, count)
         if not base:
@@ -326,7 +326,7 @@ class PositionIds:
         return self._shaped(out)
 
     def text_positions(self, units: int, start: int, count: int) -> Tensor:
-        """Return positions [count] or [3, count] of the text after `units` units (frames), from its column `start` on."""
+        """Return positions [count] or [3, count] of the text after `units` units (frames), from its token `start` on."""
         begin = self._text + (units - 1) * self._slope
         first = start if self.follows is not None else begin + start
         row = torch.arange(first, first + count, device=self._head.device)
@@ -336,8 +336,8 @@ class PositionIds:
         return self._shaped(self.follows[:, last] + (row - last) + begin)
 
     def positions_after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
-        """Return positions [count] or [3, count] of what follows `units` units (frames), from column `start` on: first
-        `pending` columns of further units, then text. `own`: by the times of the units, not their numbers."""
+        """Return positions [count] or [3, count] of `count` tokens from index `start` on after `units` units (frames): the
+        first `pending` are of further units, the rest are text. `own`: by the times of the units, not their numbers."""
         more = pending // self._unit.shape[1]
         if start >= pending:
             return self.text_positions(units + more, start - pending, count)
@@ -352,8 +352,8 @@ class PositionIds:
         return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
 
     def last_position(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
-        """Return the position of the last of `rows` columns that follow `units` units (frames), the first `pending` of which
-        are further units; and the number of positions used in all. `own`: by the times of the units, not their numbers."""
+        """Return the position of the last of `rows` tokens that follow `units` units (frames), and how many positions are
+        then used. The first `pending` tokens are of further units, the rest are text. `own`: units count by time."""
         whole = units + pending // self._unit.shape[1]
         first, count = self._text + (whole - 1) * self._slope, rows - pending
         if self.follows is None:
@@ -364,16 +364,16 @@ class PositionIds:
         return last, max(most, self.largest_position(whole, own)) + 1
 
     def fits_limit(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
-        """Return whether the model has positions for a pass of `rows` columns and one more token (see `last_position`)."""
+        """Return whether the model has positions for `rows` tokens and one more (see `last_position`)."""
         last, taken = self.last_position(units, pending, rows, own)
         return last + 1 < self.limit and taken <= self.limit
 
     def position_table_capacity(self, count: int, own: bool = False) -> int:
-        """Return for how many units (frames), at least `count`, the position table has entries; more rebuild it."""
+        """Return how many units (frames), at least `count`, the position table holds; asking for more rebuilds it."""
         return self._table(count, own).numel()
 
     def position_table_address(self, count: int) -> tuple[int, int]:
-        """Return the address of the position table of `count` units (frames); it changes when the table is rebuilt."""
+        """Return the addresses of the position tables of `count` units (frames), which change when a table is rebuilt."""
         return self._upto(count).data_ptr(), 0 if self._odd is None else self._own.data_ptr()
 
     def _table(self, count: int, own: bool) -> Tensor:

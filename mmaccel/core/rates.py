@@ -72,9 +72,9 @@ Plane = tuple[float, float, float, float, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredOverhead:
-    """Measured seconds minus predicted ones, of short sessions of a reduced model, as `Plane`s over its layers and the units
-    of the video: to read it, to a question's first token, per step of an answer. `first`: for each of the first questions,
-    seconds beyond later ones (fixed, per layer)."""
+    """Measured seconds minus predicted ones, of short sessions of a reduced model: to read the video, to a question's first
+    token, per step of an answer; each as a function of layers and units (`fit_cost_plane`). `first`: seconds that each of
+    the first questions takes beyond later ones (fixed, per layer)."""
 
     read: Plane
     question: Plane
@@ -92,8 +92,8 @@ class MeasuredOverhead:
 
 
 class OverheadFile:
-    """A file of measured `MeasuredOverhead`es of models of `sizes` on one device, by `costs.overhead_key`; `label` says how
-    the sessions were run."""
+    """A file with the `MeasuredOverhead`s of a model of `sizes` on one device, by `costs.overhead_key`; `label` says how the
+    sessions were run."""
 
     def __init__(
         self,
@@ -108,11 +108,11 @@ class OverheadFile:
         self._key = select.cost_key(device, shape, (select.choose(device),), f"{label} | {told}")
 
     def get(self, way: str) -> MeasuredOverhead | None:
-        """Return the surplus stored under `way` (`costs.overhead_key`), or None."""
+        """Return the `MeasuredOverhead` stored under the key `way` (`costs.overhead_key`), or None."""
         return self._store.get(f"{self._key} | {way}")
 
     def put(self, way: str, made: MeasuredOverhead) -> None:
-        """Store the measured surplus `made` under `way` (`costs.overhead_key`)."""
+        """Store the `MeasuredOverhead` `made` under the key `way` (`costs.overhead_key`)."""
         self._store.put(f"{self._key} | {way}", made)
 
 
@@ -120,8 +120,8 @@ def fit_cost_plane(
     seconds: Mapping[tuple[int, int], float], grows: bool = True, least: int = 0, pairs: bool = False
 ) -> Plane:
     """Fit seconds as a function of (layers, units) through `seconds`, four measurements: two numbers of layers times two of
-    units. The fit is not below zero at `least` units; with `pairs`, a line that would be gets a term quadratic in units. If
-    the seconds do not grow with the video (`grows` False), it is a line in layers through the means over units."""
+    units. The fit is not below zero at `least` units; with `pairs`, a line that would be becomes a parabola in units. If the
+    seconds do not grow with the video (`grows` False), it is a line in layers through the means over units."""
     (few, many), (short, long) = (sorted({at[side] for at in seconds}) for side in (0, 1))
     if not grows:
         base, layer = _line(few, many, *((seconds[n, short] + seconds[n, long]) / 2 for n in (few, many)))
@@ -158,8 +158,8 @@ def predict_plane_seconds(plane: Plane, layers: int, units: int) -> float:
 class DeviceRates:
     """Rates of a device, from which costs are predicted. They are: matrix-product FLOP/s by width, attention costs
     (`Costs`), bytes/s of copies on the device (read plus written) and from the host (`wire`), seconds to launch a decoder
-    layer's operators (`few`: of a session that keeps all, captured but for attention); bytes of memory; bytes/s at which
-    host memory is pinned. `sessions`: by `costs.overhead_key`, what short sessions took beyond the rest."""
+    layer's operators (`few`: in a session that captures all but attention as CUDA graphs); bytes of memory; bytes/s at which
+    host memory is pinned. `sessions`: `costs.overhead_key` -> the `MeasuredOverhead` of short sessions."""
 
     name: str
     products: dict[int, float]
@@ -217,8 +217,8 @@ def measure_device(
     bench: Bench = measure_seconds,
 ) -> DeviceRates:
     """Return the rates of `device` for heads like the model's: from `store`, or measured in a few seconds and stored there.
-    `step` runs that many small decoder layers on one row, `few` in a session's captured step; on CUDA, this and planning of
-    `pattern` are timed too."""
+    ``step(n)`` runs n small decoder layers on one row, ``few(n)`` the same as a session does (CUDA graphs); on CUDA `few`
+    and the planning of `pattern` are timed too."""
     shape = AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
     store = CostFile("rates.json", DeviceRates.from_dict) if store is None else store
     cuda = device.type == "cuda"

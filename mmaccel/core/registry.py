@@ -68,7 +68,7 @@ class _TakesFormerFields(ABCMeta):
 
 
 class Policy(metaclass=_TakesFormerFields):
-    """Base of sparse patterns, KV memories, drafts and pruners; ``class KVPolicy(Policy, kind="kv")`` is that of a kind.
+    """Base of sparse patterns, KV memories, drafts and pruners. Each kind has a base: ``class KVPolicy(Policy, kind="kv")``.
 
     file   (extension, field): a file with this extension is by itself a recipe with this policy; `field` holds its path
     words  names that users may try for this kind and that mean something else: name -> the end of a sentence that says what
@@ -133,7 +133,7 @@ def one_of(*choices: object, why: str = "") -> FieldLimit:
 
 
 def in_range(least: float, most: float, give: str) -> FieldLimit:
-    """Return a `FieldLimit` that allows numbers from `least` to `most`, both included; `give` says so in its error."""
+    """Return a `FieldLimit` that allows numbers from `least` to `most`, both included; `give` describes them in errors."""
     return FieldLimit(
         lambda value: _is_number(value) and not isinstance(value, bool) and least <= value <= most, give
     )
@@ -156,8 +156,8 @@ def check_limits(who: str, fields: Any) -> None:
 
 @functools.cache
 def field_limits(cls: type) -> dict[str, FieldLimit]:
-    """Field -> what it may be: the choices of its type, or the `limited` of its class or of the next base with one. A field
-    that may be None may be so too."""
+    """Return field -> its allowed values: the choices of its type, or the limit that `limited` sets in the class or its
+    nearest base. If the type allows None, None is allowed too."""
     try:
         hints = typing.get_type_hints(cls)
     except (NameError, AttributeError, TypeError):
@@ -202,7 +202,7 @@ def _or_null(limit: FieldLimit) -> FieldLimit:
 
 
 def with_base_dir(fields: Mapping[str, Any], folder: Path, name: str) -> Mapping[str, Any]:
-    """Return `fields` with the path in field `name` resolved against `folder`; a value that is no path stays."""
+    """Return `fields` with the path in field `name` resolved against `folder`; a value that is no path is unchanged."""
     path = fields.get(name)
     return {**fields, name: str(folder / path)} if isinstance(path, str) and path else fields
 
@@ -276,7 +276,7 @@ class Registry(Mapping[str, type[Any]]):
         return " or ".join(repr(name) for name, cls in self.items() if fits(cls))
 
     def reject_unused_part(self, name: str, field: str, part: Any) -> None:
-        """Raise `RecipeError` for the policy `name`, which has no use for a policy `part` as its `field`, if others have."""
+        """Raise `RecipeError` if policy `name` was given a policy `part` as a `field` that only others of this kind have."""
 
         if having := self.matching_names_text(
             lambda cls: field in {one.name for one in dataclasses.fields(cls)}

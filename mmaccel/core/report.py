@@ -26,7 +26,7 @@ _EVENT_PREFIXES = ("fetch_", "host_copies_", "host_bytes_", "host_seconds_", "ho
 
 
 def counters_since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """Return a memory's counters `now`; of those that count what has happened, what has come since `before`."""
+    """Return a memory's counters `now`; those that count events (retrievals, say) only as their increase since `before`."""
     events = [name for name in before if name in _EVENTS.split() or name.startswith(_EVENT_PREFIXES)]
     return {**now, **{name: now[name] - before[name] for name in events if name in now}}
 
@@ -35,8 +35,8 @@ def counters_since(before: Mapping[str, float], now: Mapping[str, float]) -> dic
 class Report(HtmlReport):
     """Figures of the last generation or forward pass of an accelerated model, or of the last answer on a stream.
 
-    kept            query-key pairs in the listed blocks over causal pairs in prefill, of the tokens that a layer has: behind
-                    a pruner's cut those left. Mean over all layers and heads, dense ones (1) and rows included. Blocks count
+    kept            query-key pairs in the listed blocks over causal pairs in prefill, among the tokens that a layer has
+                    (after a pruner, those left). Mean over all layers and heads, dense ones (1) and rows too. Blocks count
                     whole, past the diagonal too: above 1, usual where a prompt has few blocks, a pattern saves no pairs
     kept_by_head    the same for each layer and head
     patterns        for each layer, the name of the pattern each head ran ("boundary_2d(grid)" when it ran within a boundary,
@@ -193,7 +193,7 @@ class Meter(DraftRounds):
 
     @property
     def awaits_first_pass(self) -> bool:
-        """Whether the next pass is the first that counts, or the first after a generation, whose figures then go."""
+        """Whether the next pass begins new figures: it is the first, or the first since a generation (now dropped)."""
         return self.prompt_tokens == 0 or (self.started is not None and not self.generating)
 
     def count_tokens(self, count: int = 1) -> None:
@@ -203,7 +203,7 @@ class Meter(DraftRounds):
         self.new_tokens += count
 
     def count_attention(self, layer: int, names: tuple[str, ...], listed: Tensor, causal: Tensor) -> None:
-        """Add query-key pairs of one layer's prefill: listed by the patterns `names` [B, H], and causal [B, 1]."""
+        """Add the query-key pairs of one layer's prefill: `listed` [B, H] by the patterns `names`, and `causal` [B, 1]."""
         self.listed.setdefault(layer, []).append(listed)
         self.causal.setdefault(layer, []).append(causal)
         known = self.names.get(layer, names)

@@ -286,7 +286,7 @@ def describe_run(run: Fields) -> str:
 
 def memory_lines(run: Fields) -> list[str]:
     """Return the peak memory and a memory's counters, of the fields of a `Report`, as lines of at most `COLUMNS` characters;
-    counters whose names begin with one of `GROUPS` stand in a line of their own, without that."""
+    counters that begin with one of `GROUPS` have a line of their own, which names the group once."""
     groups = {"": [f"memory: peak {run['peak_bytes'] / 2**20:.0f} MiB"], **{name: [] for name in GROUPS}}
     for name, value in run["kv"].items():
         group = next((one for one in GROUPS if name.startswith(one)), "")
@@ -323,7 +323,7 @@ def format_attention_share(kept: float | None) -> str:
 
 
 def describe_decoding(tokens: int | None, rate: float | None) -> str:
-    """Format the tokens of an answer, "" for None, and their `rate` a second, which of fewer than `FEWEST` says nothing."""
+    """Format the number of tokens of an answer, with their `rate` per second if there are at least `FEWEST`; "" for None."""
     told = "" if tokens is None else plural(tokens, "token")
     return f"{told}, {rate:.1f} tokens/s" if rate and (tokens or 0) >= FEWEST else told
 

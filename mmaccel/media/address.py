@@ -80,14 +80,14 @@ def is_pipe(name: str) -> bool:
 
 
 def wait_for_data(number: int, seconds: float) -> bool:
-    """Whether a file descriptor can be read at once (it has data, or is at its end) within `seconds`."""
+    """Wait, at most `seconds`, until a file descriptor has data or is at its end; return whether it is."""
     asked = select.poll()  # `select` refuses the files of a program that has many open
     asked.register(number, select.POLLIN)
     return bool(asked.poll(min(1e3 * seconds, LONGEST_MS)))
 
 
 def has_no_writer(file: int) -> bool:
-    """Whether no process has the file, or the pipe at its end, open for writing; False if the system cannot tell."""
+    """Whether no process has the file open for writing (of a pipe, once all is read); False if the system cannot tell."""
     if stat.S_ISFIFO(os.fstat(file).st_mode):
         return True
     if sys.platform != "linux":

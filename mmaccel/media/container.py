@@ -271,8 +271,7 @@ class Source(AbstractContextManager["Source"]):
                 self._goal = goal
 
     def seek(self, place: float, target: float) -> None:
-        """Seek to the key frame before `target`, if one certainly lies between `place`, where reading is, and `target`
-        (seconds).
+        """Seek to the last key frame before `target` seconds, if one certainly lies after `place`, up to which is read.
 
         This is learned from the distance of key frames so far, so the first stretch is always decoded in full.
         """
@@ -297,11 +296,11 @@ class Source(AbstractContextManager["Source"]):
         return max(sum(time < last for time in self.damaged), corrupt)
 
     def is_full_duration(self, end: float) -> bool:
-        """Whether frames up to `end` seconds are all frames of the source, up to rounding."""
+        """Return whether frames read up to `end` seconds are all frames of the source, up to rounding."""
         return self.duration is not None and end > self.duration - 1.5 / (self.rate or 25.0)
 
     def frame_end_time(self, time: float, frame: av.VideoFrame) -> float:
-        """When a frame shown at `time` ends; the last frame of a file may claim a longer time than the file's."""
+        """Return when a frame shown at `time` ends: its duration later, but not after the end of the file."""
         end = time + self.frame_duration(frame)
         return end if self.duration is None or time >= self.duration else min(end, self.duration)
 

@@ -123,7 +123,7 @@ def _constant(values: tuple[float, ...], scale: float | None, device: torch.devi
 
 
 def smart_resize(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
-    """The (height, width) nearest to the given aspect ratio with multiples of `factor` and `least` to `most` pixels."""
+    """Return the (height, width) nearest to the given aspect ratio: multiples of `factor`, `least` to `most` pixels."""
     if max(height, width) > 200 * min(height, width):
         raise VideoError(
             f"frames of {width}x{height} are too narrow: no side may be over 200 times the other."

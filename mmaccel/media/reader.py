@@ -161,10 +161,10 @@ class ReadingPlan:
     stream   (tick, time, frame) for each wanted frame, in seconds: the moment asked for, and when the frame taken for it
              is shown. The frame is None if there is none for the tick; frames taken by number have tick = time
     missing  text that says which frames promised by the header are not in the file
-    slack    so many frames fewer than `total` are rounding, not loss
-    end      where `total` is only mean rate times length: the second at which the last frame should end, by which lost
+    slack    up to so many frames fewer than `total` count as rounding, not loss
+    end      if `total` is only mean rate times length: the second at which the last frame should end, by which lost
              frames are found instead
-    most     of more frames only every second, fourth, ... is kept
+    most     the most frames to keep: of more, only every second, fourth, ... is kept
     """
 
     stream: Iterable[tuple[float, float, av.VideoFrame | None]]

@@ -116,8 +116,8 @@ class EventLog:
 def log_sampling_gaps(
     stream: Iterable[tuple[float, Item]], start: float, fps: float, log: EventLog, gaps: Gaps
 ) -> Iterator[tuple[float, float, Item | None]]:
-    """Turn (time, item) for each tick `start + k / fps` into (tick, time, item). Where an item repeats that of the tick
-    before, a gap is logged, and with `gaps` "skip" the item is None."""
+    """Turn the (time, item) taken for each tick ``start + k / fps`` into (tick, time, item). If an item repeats that of the
+    tick before, a gap is added to `log`, and with `gaps` "skip" the item becomes None."""
     last = None
     for number, (time, item) in enumerate(stream):
         tick, stands = start + number / fps, number > 0 and item is last
@@ -128,7 +128,7 @@ def log_sampling_gaps(
 
 
 def make_times_increasing(times: Sequence[float], step: float) -> list[float]:
-    """Make times strictly rising: equal times are spread evenly up to the next time, the last ones by `step`."""
+    """Make times strictly increasing: equal times are spread evenly up to the next time, the last ones `step` apart."""
     found: list[float] = []
     runs = [(time, len(list(run))) for time, run in itertools.groupby(times)]
     for place, (time, count) in enumerate(runs):

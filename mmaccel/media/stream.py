@@ -162,7 +162,7 @@ class FrameQueue:
             self._changed.notify_all()
 
     def reset_after_fork(self) -> None:
-        """Make the queue usable in a forked process, which has no reading thread: frames already read, then an error."""
+        """Make the queue usable in a forked process, without a reading thread: it gives frames already read, then fails."""
         self._changed = threading.Condition()
         message = f"{self._path} is read by the process that this one was forked from; call clips anew here."
         self._items.append(VideoError(message))

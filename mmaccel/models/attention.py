@@ -51,10 +51,10 @@ def accelerated_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function that we register with transformers; the keyword `PASS` holds the current `ForwardPass`.
+    """Attention function registered with transformers: computes a layer by the `ForwardPass` that the keyword `PASS` holds.
 
-    It returns attention weights if asked. A call without `PASS` comes from another thread while a stream's pass runs: it
-    gets the attention that the model's own config names.
+    It also returns attention weights if `output_attentions` is set. A call without `PASS` comes from another thread while a
+    stream's pass runs on the model: it uses the attention that the model's own config names.
     """
     run: ForwardPass | PackedForwardPass | None = kwargs.pop(PASS, None)
     if run is None:
@@ -87,7 +87,7 @@ AttentionInterface.register(ATTENTION, accelerated_attention)
 def attend_layer(
     ticket: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
-    """Custom operator for torch.compile: the attention [B, n, H, D] of one layer, by the pass that has this ticket."""
+    """Custom operator for torch.compile: compute attention [B, n, H, D] of one layer by the pass that has this ticket."""
     out = _passes[int(ticket)].attend(layer, query, key, value, scale)
     return out.transpose(1, 2).contiguous()
 
@@ -110,7 +110,7 @@ def _(ticket: Tensor, layer: int, key: Tensor, value: Tensor) -> None:
 
 
 def issue_pass_ticket(run: Any) -> Tensor:
-    """Give `run` a new ticket: a scalar tensor by which the operators of a compiled layer find `run` while it is alive."""
+    """Give the pass `run` a new ticket: a scalar tensor by which a compiled layer's operators find it while it is alive."""
     number = next(_numbers)
     _passes[number] = run
     ticket = torch.tensor(number, device="cpu")
@@ -159,9 +159,9 @@ class ForwardOnlyAttention(torch.autograd.Function):
 def attention_weights(
     run: ForwardPass | PackedForwardPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
-    """Attention weights [B, H, n, N] of `layer`, in the dtype of the values, for the arguments that `attend` gets.
+    """Compute the attention weights [B, H, n, N] of `layer` in the pass `run`, in the dtype of the values.
 
-    Rows of padding are zero; transformers spreads their weight evenly.
+    The other arguments are as in `ForwardPass.attend`. Rows of padding are zero; transformers spreads their weight evenly.
     """
     if isinstance(run, PackedForwardPass):
         whole = value.new_zeros(*query.shape[:3], key.shape[2])
@@ -216,7 +216,7 @@ def check_forward_arguments(recipe: Recipe, kwargs: Mapping[str, Any], layers: n
 
 
 def packed_sequence_ids(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Tensor | None:
-    """For a forward pass without cache over packed sequences: the sequence number [B, S] of each column; else None.
+    """Return the sequence number [B, S] of each token of packed sequences in a forward pass without cache; None: not packed.
 
     Packing is detected as in transformers: no mask, and positions that restart. Under M-RoPE the text positions come before
     the three coordinates in `position_ids` [4, B, S] of packed sequences.
@@ -298,7 +298,7 @@ class _Layer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """A `KVState` as a transformers `Cache`, for the accelerated model that opened it only."""
+    """A transformers `Cache` that stores tokens in a `KVState`; only the accelerated model that opened it can use it."""
 
     def __init__(self, state: KVState, layers: int, states: Mapping[int, Any] | None = None) -> None:
         """`layers` of attention; and `states`, the `recurrent.RecurrentCacheLayer` of each other layer by its number."""
@@ -318,8 +318,8 @@ class KVCache(Cache):
 
     @contextmanager
     def at_work(self, ticket: Tensor | None = None) -> Iterator[None]:
-        """Context in which the layers may append to this cache; outside of it they raise, since no attention of ours would
-        read it. `ticket` is that of the pass that appends."""
+        """Context in which the model's layers may append to this cache; outside of it they raise `ModelError`. `ticket`: of
+        the pass that appends (`issue_pass_ticket`), for compiled layers."""
         self.door.open, self.door.ticket = True, ticket
         try:
             yield
@@ -360,7 +360,7 @@ class KVCache(Cache):
 
 
 def wrap_kv_cache(model: nn.Module, family: Any, state: KVState | None = None) -> Any:
-    """Wrap `state` as a transformers cache for `model`; if None, make one of transformers' own that can be rolled back."""
+    """Wrap `state` as a transformers cache for `model`; if None, make a plain transformers cache that can be rolled back."""
     states, layers = family.recurrent_layers(model), family.geometry(model).layers
     if not states:
         return DynamicCache() if state is None else KVCache(state, layers)
@@ -372,10 +372,10 @@ def wrap_kv_cache(model: nn.Module, family: Any, state: KVState | None = None) -
 
 
 class MaxPositionCriteria(StoppingCriteria):
-    """Stopping criterion: end sequence b at `ends`[b] tokens, where the model's positions run out, and warn once.
+    """Stopping criterion: ends sequence b at `ends`[b] tokens, where the model's positions run out, and warns once.
 
-    padded  whether the batch has a padding token; without one and without an end-of-text token, transformers lets a
-            finished sequence run on beside the others
+    padded  whether there is a padding token to fill ended sequences with; without one, and without an end-of-text token, an
+            ended sequence goes on until the whole batch ends
     """
 
     def __init__(self, ends: Tensor, most: int, padded: bool) -> None:

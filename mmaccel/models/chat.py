@@ -67,7 +67,7 @@ def as_messages(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def images_per_text(images: Any) -> list[list[Any]]:
-    """The images of each text, as lists; in a flat list each image belongs to a text of its own."""
+    """Group `images` by the text they belong to, one list for each text; a flat list gives one image to each text."""
     if images is None:
         return []
     if not _listed(images):
@@ -162,7 +162,10 @@ def _without(piece: Any, shown: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 class ChatText(str):
-    """Text made by a chat template; `plain` maps each marker in it to the special token's text that the marker replaces."""
+    """Output of a chat template. Markers in it replace special tokens that users wrote, so that these become plain text.
+
+    plain  marker -> text of the special token that it replaces
+    """
 
     plain: Mapping[str, str]
 
@@ -240,8 +243,9 @@ def tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int
 
 
 def append_turn(tokenizer: Any, ids: Tensor, text: ChatText) -> Tensor:
-    """Return token ids [1, m]: `ids` [1, n] up to the end of their answer, then what a chat template's `text` has behind
-    `ANSWER`. Raises `ModelError` for several rows, and for a template that leaves answers out."""
+    """Append the next user turn to `ids` [1, n], which end with the model's answer; return token ids [1, m]. `text`: the
+    conversation by the chat template, with `ANSWER` in the answer's place; what follows `ANSWER` is appended. Raises
+    `ModelError` for several rows, and for a template that leaves answers out."""
     if ids.ndim != 2 or len(ids) != 1:
         raise ModelError(f"ids: they are {list(ids.shape)}; give those of one conversation, [1, n].")
     _, answer, behind = text.partition(ANSWER)
@@ -294,7 +298,7 @@ def _clip(video: Any, fps: float | None, part: bool = False) -> Clip:
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:
-    """Length of the common prefix of two lists of token ids."""
+    """Return the length of the common prefix of two lists of token ids."""
     odd = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(odd, min(len(one), len(other)))
 
@@ -376,8 +380,8 @@ def _deadline() -> Iterator[None]:
 
 
 def ids_around_video(processor: Any, question: str | list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """Return the ids before and after the video of a prompt; `question` is a text or messages
-    (`dialogue.question_messages`)."""
+    """Return the token ids before and after the video in a stream's prompt; `question` is a text, or messages as
+    `dialogue.question_messages` returns them."""
     content: Any = [{"type": "video"}, {"type": "text", "text": question}]
     ids, video = (
         processor.template_ids(content if isinstance(question, str) else question),

@@ -1,8 +1,8 @@
-"""Decode steps bound by memory bandwidth: static shapes, and one read of the weights and the KV cache each.
+"""Decode steps of static shapes, bound by memory bandwidth: each reads the weights and the KV cache once.
 
-All that depends on the length is a tensor: `columns` names the cache slots that keys are written to, and a row sees the
-slots up to its own. So on CUDA a step is captured as one graph for each number of rows and replayed at every length, without
-Python launching kernels.
+Whatever depends on the sequence's length is in a tensor: `columns` holds the cache slots that keys are written to, and a row
+attends to the slots up to its own. So on CUDA a step is captured as one graph for each number of rows and replayed at every
+length, without Python launching kernels.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def can_capture_decode(model: nn.Module, family: Any, cache: Any, also: Sequence
 
 @dataclass(frozen=True, eq=False)
 class CachedSequenceInfo:
-    """Where the layers on one device keep a sequence's tokens.
+    """How the layers on one device store a sequence's tokens.
 
-    lacks  prompt tokens that a pruner dropped before these layers: their cache index is this much below the token's number
+    lacks  number of prompt tokens that a pruner dropped before these layers: a token's cache index is its number minus this
     rope   RoPE cosines and sines [2, B, capacity, D] for the positions of the cached tokens
     bias   [m] float32, added to the attention scores of the first m cached tokens, or None
     """
@@ -94,17 +94,17 @@ class CachedSequenceInfo:
 
 @dataclass(eq=False)
 class DeviceDecodeStep:
-    """The layers on one device as a function of tensors of fixed shapes, for one decode step.
+    """The part of a model that lies on one device, as a function of tensors of fixed shapes, for one decode step.
 
     number   index of this part in the model
     replays  the CUDA graphs of all parts on its device
     row_indices  [1, WINDOW] long, 0 to WINDOW - 1: the numbers of a step's rows
-    layers   the steps of its layers, in order; a model on one device has a single part
+    layers   the fused steps of its layers, in order
     buffers  keys and values [B, G, capacity, D] of each attention layer, written in place; or `SeparateKVCaches` of each
-    held     how each of these layers keeps the sequence
-    words    the input embedding; None: hidden states come in
-    ends     the final norm and the LM head's weights; None: hidden states go out
-    looks    receives the last layer's queries [B, H, 1, D] of the first row, or None
+    held     for each of these attention layers, how it stores the sequence's tokens
+    words    the input embedding; None if hidden states come from another part
+    ends     the final norm and the LM head's weights; None if hidden states go to another part
+    looks    buffer for the last layer's queries [B, H, 1, D] of the first row, which a token pruner reads; or None
     """
 
     number: int
@@ -160,9 +160,9 @@ class DeviceDecodeStep:
         branches: Branches | None,
         carried: tuple[StateSlots, tuple[int, ...]] | None = None,
     ) -> Tensor:
-        """Run these layers on `given`, ids [1, count] or hidden states [width, E], after `held` cached tokens. Returns
-        logits [1, width, V] or hidden states, in a buffer that the next call overwrites. `carried`: slots of recurrent
-        states and the arguments of `deltanet_rows`."""
+        """Run these layers on `given`, ids [1, count] or hidden states [width, E] (`count` rows padded to `width`), after
+        `held` cached tokens. Returns logits [1, width, V] or hidden states, in a buffer that the next call overwrites.
+        `carried`: slots of recurrent states and the arguments of `deltanet_rows`."""
         room, tree, sees = self.replays.get_buffer, branches is not None, None
         shape = (1, width) if given.dtype == torch.long else tuple(given.shape)
         place, start = room("given", shape, given.dtype), room("start", (1, 1), torch.long)
@@ -204,8 +204,8 @@ class SequenceDecodeSteps:
         self._state_slots: StateSlots | None = None
 
     def padded_row_count(self, count: int, branches: Branches | None) -> int | None:
-        """The number of rows that a step of `count` rows is padded to; None if no graph is that wide, or if the draft tree
-        does not fit the 64-bit mask of `decode_attend`."""
+        """Return the number of rows to which a step of `count` rows is padded; None if no graph is that wide, or if the
+        draft tree does not fit the 64-bit mask of `decode_attend`."""
         width = next((rows for rows in self.rows if rows >= count), None)
         fits = width and (branches is None or width - count + branches.sees.shape[1] <= WINDOW)
         return width if fits else None
@@ -310,8 +310,8 @@ class SequenceDecodeSteps:
 def build_device_layer_steps(
     model: nn.Module, family: Any, numbers: Sequence[int], last: bool
 ) -> list[LayerStep | FusedDeltaNetStep]:
-    """Steps of the layers with these attention-layer indices, which follow each other, and of recurrent layers before each;
-    `last`: all others and the model's final norm follow them."""
+    """Build the fused steps of consecutive layers on one device. `numbers`: their attention layers' indices; recurrent
+    layers before each are included. `last`: include all layers that follow, and the model's final norm."""
     if not numbers:  # a device of the embeddings or of the head alone
         return []
     layers: list[Any] = list(family.layers(model))
@@ -325,7 +325,7 @@ def build_device_layer_steps(
 
 
 def final_norm_and_lm_head(model: nn.Module, family: Any) -> tuple[Any, Weights]:
-    """The model's final norm and the weights of its LM head."""
+    """Return the model's final norm and the weights of its LM head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return as_standard_rms_norm(family.text_model(model).norm, family), gather_linear_weights(head)
 

@@ -18,8 +18,8 @@ PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def hook_deltanet(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Let Gated DeltaNet `modules` record their input, by which they are rolled back, and compute their convolution with its
-    SiLU, and their gated norm, by one kernel each."""
+    """Make Gated DeltaNet `modules` record their input, by which they are rolled back, and compute their convolution with
+    its SiLU, and their gated norm, by one kernel each."""
     some: list[Any] = list(modules)
     hook_inputs(hooks, some)
     rebind_function(hooks, some, "causal_conv1d_fn", _convolved)

@@ -20,8 +20,8 @@ Messages = list[dict[str, Any]]
 
 
 def question_messages(question: Any) -> tuple[Messages, Messages, list[Any]]:
-    """Split `question`, content pieces or messages, into: messages for the chat template, the same messages with the last
-    user text empty, and the images in order.
+    """Split `question`, content pieces or messages, into: messages for the chat template; the same with the last user text
+    empty, to find by comparison which tokens are that text; and the images in order.
 
     The stream is the video at the start of the first user turn. A system message is placed after it, since the stream has
     already read the template's beginning. Raises `ModelError`.

@@ -45,29 +45,29 @@ Features = Callable[[Sequence[tuple[Tensor, Inputs]]], Iterable[Any]]
 
 
 class Family(ModelFamily):
-    """Adapter for a model family with Qwen2's module names: ``model.model.language_model.layers[i].self_attn.q_proj``.
-    A family is a subclass in one file that sets these facts and overrides methods whose default does not fit. Sets of class
+    """Adapter for a model family with Qwen2's module names: ``model.model.language_model.layers[i].self_attn.q_proj``. A
+    family is a subclass in one file that sets these facts and overrides methods whose default does not fit. Sets of class
     names say which modules our fused kernels may replace; all other modules run unchanged.
 
     mrope                   whether positions have three coordinates (M-RoPE)
     extra_inputs            processor outputs beside ids, mask and pixels, such as `video_grid_thw`
     required_extras         pixel input -> the extra input that must come with it
     processors              model type -> its `ProcessorSpec`
-    vision_tower_reader     the `signals.VisionScorer` of its vision tower, or by model type, for pruners; None: none
+    vision_tower_reader     `signals.VisionScorer` by which pruners score visual tokens, or one by model type; None: none
     decoder_layers          decoder layers that `layer_step.py` can compute: norms, biases and projections as in Qwen2
     centred_norms           norms of these layers that scale by ``1 + weight``
     rms_norms               RMSNorm classes: ``weight * x / sqrt(mean(x ** 2) + variance_epsilon)``
     gated_mlps              gated MLP classes: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``
     plain_rotary            rotary embeddings with angles ``position * inv_freq`` where `rope_type` is "default"
-    rotate_function         name of the function by which attention modules apply RoPE to pairs of halves; "": other pairs
-    partial_rotary          whether that is to the first dimensions of a head alone
-    adjacent_rotary         whether RoPE pairs adjacent dimensions, not the halves of what it turns
-    vision_rotate_function  the same in the vision tower that `window_attention_tower` returns
+    rotate_function         name of the attention modules' RoPE function, if our kernel may replace it; else ""
+    partial_rotary          whether RoPE turns only the first dimensions of each head
+    adjacent_rotary         whether RoPE pairs adjacent dimensions, not the two halves of those that it turns
+    vision_rotate_function  like `rotate_function`, for the vision tower that `window_attention_tower` returns
     replaced_methods        methods of the multimodal model -> what runs instead, `ours(original, *args, **kwargs)`
     tiny                    model type -> configuration of a tiny test model (`tiny.py`)
     mixes_modalities        whether one prompt may hold both images and videos
     stamped                 whether prompts write text, such as a time, before and after each frame, by `text_around_frame`
-    pixels_alone            whether the vision tower computes videos from pixels alone, without the host: then it is captured
+    pixels_alone            whether the vision tower needs pixels and no host work, so that CUDA graphs can capture it
     """
 
     mrope: ClassVar[bool] = False
@@ -128,7 +128,7 @@ class Family(ModelFamily):
         return (found, CausalLM()) if found is not None and causal.is_causal_lm(found) else None
 
     def frames_per_unit(self, model: nn.Module) -> int:
-        """Number of frames that the vision tower merges into one temporal patch."""
+        """Return the number of frames that the vision tower merges into one temporal patch."""
         return int(getattr(getattr(model.config, "vision_config", None), "temporal_patch_size", None) or 1)
 
     def geometry(self, model: nn.Module) -> Geometry:
@@ -157,7 +157,7 @@ class Family(ModelFamily):
         return self.config_geometry(config, config.num_hidden_layers)
 
     def config_geometry(self, config: Any, layers: int) -> Geometry:
-        """`Geometry` (heads, head size, width, vocabulary) of a text model's `config` with `layers` attention layers."""
+        """Return the `Geometry` (heads, head size, width, vocabulary) of a text config with `layers` attention layers."""
         return Geometry(
             layers=layers,
             heads=config.num_attention_heads,
@@ -193,20 +193,20 @@ class Family(ModelFamily):
         return self.text_model(model).layers  # type: ignore[return-value]
 
     def attended_layers(self, model: nn.Module) -> Sequence[Any]:
-        """The decoder layers with keys and values, in the order by which memories, pruners and recipes number them."""
+        """Return the decoder layers with keys and values, in the order in which memories, pruners and recipes count them."""
         states = self.recurrent_layers(model)
         return [layer for number, layer in enumerate(self.layers(model)) if number not in states]
 
     def attentions(self, model: nn.Module) -> list[nn.Module]:
-        """The self-attention modules of the decoder layers that have one."""
+        """Return the self-attention modules of the decoder layers that have one."""
         return [layer.self_attn for layer in self.layers(model) if hasattr(layer, "self_attn")]  # type: ignore[misc]
 
     def recurrent_layers(self, model: nn.Module) -> dict[int, nn.Module]:
-        """Layer index -> module, for layers with a recurrent state in place of keys and values (such as Gated DeltaNet)."""
+        """Return layer index -> module for layers with a recurrent state instead of a KV cache (such as Gated DeltaNet)."""
         return {}
 
     def attention_layer_indices(self, model: nn.Module) -> dict[str, dict[int, int]]:
-        """Return, by the name in a config, layer index -> index among attention layers; {} without recurrent layers."""
+        """Return config fields for our attention: {`LAYERS`: layer -> index among attention layers}, or {} if all attend."""
         modules: list[Any] = self.attentions(model) if self.recurrent_layers(model) else []
         return {LAYERS: {one.layer_idx: n for n, one in enumerate(modules)}} if modules else {}
 
@@ -214,7 +214,7 @@ class Family(ModelFamily):
         return self.text_model(model).rotary_emb  # type: ignore[return-value]
 
     def window_attention_tower(self, model: nn.Module) -> nn.Module | None:
-        """The vision tower if it uses window attention, which the family's `batch_windows` batches; else None."""
+        """Return the vision tower, if it has window attention whose windows `batch_windows` can batch; else None."""
         return None
 
     def token_embedding(self, model: nn.Module) -> nn.Embedding:
@@ -224,18 +224,18 @@ class Family(ModelFamily):
         return model.get_output_embeddings()(hidden)  # type: ignore[operator, no-any-return]
 
     def token_grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
-        """Token grids (`Grid`) of a prompt's images and of its videos, each list in order of appearance over the batch."""
+        """Return the token grids of a prompt's images and of its videos, each list in order of appearance over the batch."""
         raise self._lacks("how its visual tokens are laid out")
 
     def pixel_rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
-        """For each input of images (IMAGE) or videos (VIDEO): how many entries of its first axis each image or video has."""
+        """For each pixel input of images (IMAGE) or videos (VIDEO), return the number of first-axis rows of each item."""
         raise self._lacks("which pixels are whose; give prompts one by one")
 
     def _lacks(self, what: str) -> ModelError:
         return ModelError(f"{self.name}: this family does not say {what}.")
 
     def given_modalities(self, inputs: Inputs) -> set[int]:
-        """Which of IMAGE and VIDEO a prompt has pixels for; placeholders of the other kind count as text."""
+        """Return which of IMAGE and VIDEO a prompt has pixels for; placeholders of the other kind count as text."""
         encoded = inputs.get("mm_encoder_outputs") or {}
         return {
             kind
@@ -248,18 +248,18 @@ class Family(ModelFamily):
         return config.image_token_id, config.video_token_id
 
     def token_modalities(self, config: Any, ids: Tensor) -> Tensor:
-        """Modality [B, S] of each token of `ids` [B, S]: IMAGE or VIDEO for placeholders, else TEXT."""
+        """Return the modality [B, S] of each token of `ids` [B, S]: IMAGE or VIDEO for placeholders, else TEXT."""
         rest = torch.where(ids == config.image_token_id, IMAGE, TEXT)
         return torch.where(ids == config.video_token_id, VIDEO, rest)
 
     def tiny_visual_input(
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
-        """Token ids and random pixels of a small image, or of a video of `units` time steps, for a model of `config`."""
+        """Make token ids and random pixels of a small image, or video of `units` time steps, for a model of `config`."""
         raise self._lacks("what a small prompt of it is made of")
 
     def complete_tiny_inputs(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Complete the inputs of a small test prompt, which were joined from pieces; by default they are complete."""
+        """Add what a small test prompt `made`, joined from pieces, still lacks as model inputs; by default nothing."""
         return made
 
     def layout(self, model: nn.Module, inputs: Inputs) -> TokenLayout:
@@ -296,23 +296,23 @@ class Family(ModelFamily):
         return (mask.long().cumsum(1) - 1).clamp(min=0)
 
     def time_step_positions(self, model: nn.Module, inputs: Inputs, units: int) -> Tensor:
-        """First RoPE coordinate of each time step of a video relative to time step 0, long [units]."""
+        """Return the first RoPE coordinate of each time step of a video, relative to time step 0, long [units]."""
         frame = self.layout(model, {**inputs, "attention_mask": None}).frame
         return torch.arange(units, device=frame.device) * int((frame == 0).sum())
 
     def stream_time_scale(self, model: nn.Module, inputs: Inputs) -> TimeScale | None:
-        """If video positions are times: positions per second, and seconds per time step, of `inputs`; else None."""
+        """If video positions encode time, return positions per second and seconds per time step of `inputs`; else None."""
         return None
 
     def frame_size(self, model: nn.Module, inputs: Inputs) -> tuple[int, int]:
-        """(height, width) in pixels of the video frames of `inputs`."""
+        """Return (height, width) in pixels of the video frames of `inputs`."""
         return tuple(inputs["pixel_values_videos"].shape[-2:])  # type: ignore[return-value]
 
     def embed(self, model: nn.Module, inputs: Inputs) -> Tensor:
         return self.forward_inputs(model, inputs)["inputs_embeds"]  # type: ignore[no-any-return]
 
     def forward_inputs(self, model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-        """Keyword arguments of the language model's forward for a prompt: input embeddings, DeepStack features if any."""
+        """Return the language model's forward arguments for a prompt: input embeddings, and DeepStack features if any."""
         caught, thread = list[dict[str, Any]](), threading.get_ident()
 
         class Stop(Exception): ...
@@ -336,21 +336,21 @@ class Family(ModelFamily):
         return rows.to(home_device(model), self.token_embedding(model).weight.dtype)
 
     def split_pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
-        """Pixels [T, ...] of the one video of `inputs`, a row per frame; and a function from such rows to inputs."""
+        """Return the pixels [T, ...] of the video of `inputs`, one row a frame; and a function from such rows to inputs."""
         raise self._lacks("which pixels are a frame's")
 
     def count_patches(self, model: nn.Module, pixels: Tensor) -> int:
-        """Number of patches that the vision tower makes of `pixels`."""
+        """Return the number of patches that the vision tower makes of `pixels`."""
         raise self._lacks("how many patches its vision tower sees")
 
     def encode_pixels(
         self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Features
     ) -> Any:
-        """Visual features of `pixels`, images (IMAGE) or videos (VIDEO), in the model's own output format.
+        """Encode `pixels`, images (IMAGE) or videos (VIDEO), in parts; return features in the model's output format.
 
-        given     the call's other arguments
-        features  runs the tower on parts of the pixels, at most `most` patches each unless one item has more, with those of
-                  `given` that differ for each part; gives what the tower makes of each, in order
+        given     the other arguments of the model's call
+        features  runs the vision tower on parts (pixels, arguments of `given` that differ for the part) and yields the
+                  features of each in order; a part has at most `most` patches, unless a single item has more
         """
         raise self._lacks("how its visual inputs are cut")
 
@@ -361,7 +361,7 @@ class Family(ModelFamily):
         return self._heads(model, layer, rows, "q")
 
     def project_key(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
-        """Keys [B, G, n, D] of `layer` before RoPE, from normed hidden states `rows` [B, n, E]."""
+        """Return keys [B, G, n, D] of `layer` before RoPE, from normed hidden states `rows` [B, n, E]."""
         return self._heads(model, layer, rows, "k")
 
     def _heads(self, model: nn.Module, layer: int, rows: Tensor, which: str) -> Tensor:

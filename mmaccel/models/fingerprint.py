@@ -92,7 +92,7 @@ def has_experts(layer: Any) -> bool:
 
 
 def fusable_linear_groups(layer: Any) -> list[list[Any]]:
-    """The linear modules of a layer in groups that one kernel computes together: q, k, v; output; then, unless the MLP is a
+    """Group a layer's linear modules by what one kernel computes together: q, k, v; output; then, unless the MLP is a
     mixture of experts, gate and up (or both in one); down. A linear-attention layer has its input projections, its output
     projection and its gate projection in place of the first two groups."""
     mlp = layer.mlp

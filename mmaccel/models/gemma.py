@@ -104,7 +104,7 @@ class Gemma3(Generic):
         return sliding.MARGIN if self.sliding_layers(model) else None
 
     def kv_owners(self, model: nn.Module) -> list[int]:
-        """For each layer: the index of the layer whose keys and values it reads (its own unless they are shared)."""
+        """Return, for each layer, the index of the layer whose keys and values it reads (its own unless they are shared)."""
         return list(range(self.geometry(model).layers))
 
     def memory(self, view: ModelView, state: Callable[[int], Any]) -> Any:
@@ -153,7 +153,8 @@ class Gemma3(Generic):
 
 @register("model", "gemma4")
 class Gemma4(Gemma3):
-    """``Gemma4ForConditionalGeneration``: a time before each frame; larger heads in layers of full attention."""
+    """``Gemma4ForConditionalGeneration``: prompts write a time before each frame; full-attention layers have larger
+    heads."""
 
     model_types = ("gemma4",)
     extra_inputs = frozenset({"mm_token_type_ids", "image_position_ids", "video_position_ids"})

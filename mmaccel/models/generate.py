@@ -341,9 +341,9 @@ class DecodeTimings:
     Times depend on the prompt's length, so they are grouped by its number of binary digits: 1,024 to 2,047 tokens are one
     group.
 
-    drafted_s  group -> seconds a token of one sequence with the draft, from the last call that drafted (any batch size);
-               the group next to it serves too, as a prompt given alone is rarely as long as a batch
-    plain_s    (batch size, group) -> seconds of a step without draft, which gives each sequence a token, by call
+    drafted_s  group -> seconds per token of one sequence with the draft, in the last drafted call (of any batch size); a
+               group without a time uses its neighbour's
+    plain_s    (batch size, group) -> seconds per step without draft, in the last calls; a step gives each sequence a token
     """
 
     drafted_s: dict[int, float] = field(default_factory=dict)
@@ -362,7 +362,7 @@ class DecodeTimings:
             self.plain_s[key] = [*self.plain_s.get(key, []), (meter.last - meter.first) / steps][-TIMED:]
 
     def why_draft_is_slower(self, batch: int, length: int) -> str | None:
-        """Why a draft would not speed up a batch of this size on prompts of `length` tokens; None if it would."""
+        """Return why a draft would not speed up a batch of this size on prompts of `length` tokens; None if it would."""
         size, held = length.bit_length(), self.drafted_s
         timed = self.plain_s.get((batch, size), [])
         own = next((held[near] for near in (size, size + 1, size - 1) if near in held), None)

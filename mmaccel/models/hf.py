@@ -156,7 +156,7 @@ class ModelAttachment(AttachmentBase):
         return given if given is not None else getattr(self.model.generation_config, name, None)
 
     def prepare_layout(self, inputs: Mapping[str, Any], past: int = 0) -> None:
-        """Compute the token layout of the prompt of the coming `generate` call, after `past` cached tokens."""
+        """Compute and store the prompt's token layout for the coming `generate` call, after `past` cached tokens."""
         new = inputs_after_past(inputs, past) if past else inputs
         self.running.layout = past, new["input_ids"], self.family.layout(self.model, new)
 
@@ -377,7 +377,7 @@ class ModelAttachment(AttachmentBase):
         return run.slice_new_columns(begin, end), slice_inputs(kwargs, slice(begin, end), run.start)
 
     def generate_time_left(self) -> float | None:
-        """Seconds left of this thread's `generate` call, or None without a limit; raises `Ended` when the time is over."""
+        """Return the seconds left of this thread's `generate` call, None without a limit; raises `Ended` after the limit."""
         deadline: Deadline | None = getattr(self.running, "deadline", None)
         if deadline is None:
             return None

@@ -2,7 +2,7 @@
 
 Changed are methods of one instance, the config that modules hold, and forward hooks; classes are not. Each text model has a
 `ModelReadWriteLock`, which calls enter and leave. Attaching and detaching wait until no call is inside, and new calls wait
-until they are done. Calls that began before a recipe was attached entered no gate: they are found on the stacks of their
+until they are done. Calls that began before a recipe was attached hold no lock: they are found on the stacks of their
 threads, so a plain model needs no hook.
 
 A running call may itself wait for a new call of a helper thread, so blocking new calls for good could deadlock. A new call
@@ -77,8 +77,8 @@ class Hooks(ExitStack):
         return wrapper
 
     def set_attention(self, modules: Iterable[nn.Module], shared: Any, name: str, **facts: Any) -> None:
-        """Set the attention implementation `name` of `modules`: those that hold the config `shared` get one copy of it, with
-        that name and the further fields `facts`."""
+        """Make `modules` use the attention implementation `name`: those whose config is `shared` get one copy of it, which
+        has that name and the further fields `facts`."""
         own = copy.copy(shared)
         own._attn_implementation = name
         for fact, value in facts.items():
@@ -112,7 +112,7 @@ def _unregister(hook: Callable[..., Any], hooks: dict[int, Any], with_kwargs: di
 
 @contextmanager
 def shared_hooks(module: nn.Module, name: str, install: Callable[[Hooks], None]) -> Iterator[None]:
-    """Context that shares hooks among threads: the first thread to enter calls `install`, the last to leave undoes it."""
+    """Context that shares hooks among threads: the first thread to enter calls `install`, the last to leave removes them."""
     with hooks_lock:
         known = _shared.setdefault(module, {})
         if name not in known:
@@ -199,7 +199,7 @@ class ModelReadWriteLock:
 
     @contextmanager
     def call_without_recipe(self) -> Iterator[None]:
-        """Context of one call that runs without the recipe, such as a stream's forward pass."""
+        """Context of a call that runs without the recipe, such as a stream's forward pass; it holds the lock as a reader."""
         entered = self.enter()
         try:
             yield
@@ -209,7 +209,7 @@ class ModelReadWriteLock:
 
     @contextmanager
     def exclusive_access(self, what: str) -> Iterator[None]:
-        """Context that holds the gate exclusively: running calls end first, new ones wait. Raises `ModelError` in a call."""
+        """Context that holds the lock as a writer: running calls end first, new ones wait. Raises `ModelError` in a call."""
         me = threading.get_ident()
         with self._state:
             if me in self._inside or self._alone == me:
@@ -228,8 +228,8 @@ class ModelReadWriteLock:
                 self._state.notify_all()
 
     def wait_for_running_calls(self, what: str, modules: Collection[nn.Module]) -> None:
-        """Inside `exclusive_access`: wait for running calls of `modules` that entered no gate, as they began before any hook
-        was there."""
+        """Inside `exclusive_access`: wait for running calls of `modules` that do not hold the lock, because they began
+        before any hook was installed."""
         if _call_of(sys._getframe(), modules):
             raise _within(what)
         with self._state:
@@ -285,7 +285,7 @@ class ModelReadWriteLock:
         return found, unsure
 
     def reset_after_fork(self) -> None:
-        """Reset the gate in a forked process, where only the forking thread goes on and no lock of others is held."""
+        """Reset the lock in a forked process, which has only the forking thread: forget what other threads hold."""
         me = threading.get_ident()
         self._state = threading.Condition()
         self._inside = {thread: calls for thread, calls in self._inside.items() if thread == me}
@@ -295,7 +295,7 @@ class ModelReadWriteLock:
 
     @property
     def attached_recipe(self) -> AttachmentBase | None:
-        """The recipe's `AttachmentBase` that is installed on the model, or None."""
+        """The `AttachmentBase` (the attached recipe) of the model, or None."""
         attaching = self.last()
         return None if attaching is None or attaching.over else attaching
 
@@ -318,15 +318,15 @@ if hasattr(os, "register_at_fork"):
 
 
 def model_lock(text: nn.Module) -> ModelReadWriteLock:
-    """The gate of a text model, which several multimodal models may share."""
+    """Return the readers-writer lock of a text model, which several multimodal models may share."""
     with hooks_lock:
         return _gates.setdefault(text, ModelReadWriteLock())
 
 
 class AttachmentBase:
-    """A recipe installed on a model, from `attach` to `remove`. Wrappers are partials of its methods; it cannot be copied.
+    """A recipe installed on a model, from `attach` to `remove`. The model's wrapped methods are partials of its methods.
 
-    over  whether it was removed: wrappers of ours inside a user's wrapper then call the plain methods
+    over  whether it was removed; wrappers that a user's own wrapper still calls then run the model's plain methods
     """
 
     def __init__(self, model: nn.Module, gate: ModelReadWriteLock) -> None:
@@ -335,7 +335,7 @@ class AttachmentBase:
         self.hooks = Hooks()
 
     def attach(self, change: Callable[[], None]) -> None:
-        """Call `change`, which changes the model through `hooks`; if it raises, all its changes are undone."""
+        """Call `change`, which changes the model through `hooks`; if it raises, undo all its changes."""
         with self.gate.exclusive_access("accelerate"):
             if (other := self.gate.attached_recipe) is not None:
                 raise ModelError(
@@ -364,7 +364,7 @@ class AttachmentBase:
         )
 
     def forbid_copying(self, *modules: nn.Module) -> None:
-        """Make copying and pickling of `modules` raise too, as for the accelerated model."""
+        """Make copying and pickling of `modules` raise `ModelError`, since hooks cannot be copied with them."""
         for module in modules:
             # Copy and pickle ask the instance, before they look at what is in it.
             self.hooks.set_attribute(module, "__reduce_ex__", self.__reduce_ex__)

@@ -1,4 +1,4 @@
-"""What pruners read of InternVL's vision tower."""
+"""Scores InternVL's visual tokens in its vision tower, for token pruners."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mmaccel.models.signals import VisionScorer
 
 
 class InternTowerReader(VisionScorer):
-    """Vision-tower signals for frames or tiles (batch entries of a class token and P patches), of which 2 x 2 patches become
-    a token: what the class token attends to."""
+    """Scores InternVL's visual tokens for token pruners, by the attention that the vision tower's class token pays to them.
+    A frame or tile is a batch entry of a class token and P patches; 2 x 2 patches become one visual token."""
 
     def __init__(self, multimodal: Any) -> None:
         self.multimodal, layer = multimodal, multimodal.config.vision_feature_layer

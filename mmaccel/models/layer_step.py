@@ -144,14 +144,14 @@ class LayerStep(_Step):
         bias: Tensor | None = None,
         qkv: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attention output [B * n, H * D] of the rows, and their queries.
+        """Write the new rows' keys and values to the cache; return their attention output [B * n, H * D] and queries.
 
         x        hidden states of B * n rows; unused if `qkv` is given
         rope     cosines and sines [2, B, n, D] of the rows
         columns  [B, n] long, cache slots of `key` and `value` [B, G, capacity, D] that the rows are written to; where each
                  sequence has its own cache, `key` is the `SeparateKVCaches` of all and `value` is unused
         sees, bias  tree mask and score bias, as in `decode_attend`
-        qkv      `project` of x, where a KV policy had to read it first; None: computed here
+        qkv      what `project` returned for x, if a KV policy had to read it first; None: computed here
         """
         if qkv is None and (self.qk_norms or self.turn or self.gated):
             assert x is not None
@@ -184,8 +184,8 @@ class LayerStep(_Step):
         return self.apply_attention_gates(out.transpose(1, 2).reshape(columns.numel(), -1), qkv), query
 
     def project(self, x: HiddenRows) -> Tensor:
-        """Queries, keys and values before RoPE, side by side: [R, (H + 2 G) * D] of the rows, and H * D gate columns for
-        gated attention."""
+        """Compute queries, keys and values before RoPE, side by side: [R, (H + 2 G) * D] of the rows, and H * D gate columns
+        for gated attention."""
         rows = norm_and_project(x, self.before, self.enters)
         if not self.qk_norms:
             return rows
@@ -242,15 +242,15 @@ class _Centred:
 
 
 def as_standard_rms_norm(norm: Any, family: Any) -> Any:
-    """A norm module of the family with `weight` and `variance_epsilon`; norms that scale by ``1 + weight`` are wrapped."""
+    """Return the norm as a module with `weight` and `variance_epsilon`; one that scales by ``1 + weight`` is wrapped."""
     return _Centred(norm) if type(norm).__name__ in family.centred_norms else norm
 
 
 def build_layer_steps(
     layers: Sequence[Any], family: Any, follows: Any = None, states: int = 0
 ) -> list[LayerStep | FusedDeltaNetStep]:
-    """Build the fused steps of consecutive `layers`; `follows` is the norm after the last one, or None, and `states` the
-    number of layers with a state before the first."""
+    """Build the fused steps of consecutive `layers`. `follows`: the norm after the last one, or None; `states`: how many
+    recurrent layers the model has before the first one."""
     norms, steps = (
         [*(layer.input_layernorm for layer in layers[1:]), follows],
         list[LayerStep | FusedDeltaNetStep](),
@@ -265,7 +265,7 @@ def build_layer_steps(
 
 
 def gather_linear_weights(*linear: nn.Linear) -> Weights:
-    """Weights and biases of linear modules that one kernel computes together."""
+    """Return the weights and the biases of linear modules that one kernel computes together."""
     return [one.weight for one in linear], [one.bias for one in linear if one.bias is not None]
 
 

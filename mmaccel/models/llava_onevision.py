@@ -48,8 +48,8 @@ def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Map
 
 
 def tiled_token_grid(grid: Sequence[int], side: int, image: Sequence[int], most: int) -> tuple[int, int]:
-    """Token rows and columns of an image (height, width) cut into `grid` (down, across) tiles of `side` x `side` tokens,
-    after padding is removed, and shrunk if they exceed `most` tiles. Each row is followed by one newline token."""
+    """Return token rows and columns of an image (height, width) cut into `grid` (down, across) tiles of `side` x `side`
+    tokens, after padding is removed, and shrunk if they exceed `most` tiles. Each row is followed by one newline token."""
     height, width = image
     rows, columns = side * grid[0], side * grid[1]
     if width / height > columns / rows:
@@ -87,8 +87,9 @@ def _tokens_per_tile(extra: Mapping[str, Any]) -> int:
 def pool_frames(plain: Callable[[Tensor], Tensor], features: Tensor) -> Tensor:
     """Pool frames [N, side * side, E] to [N, pooled * pooled, E], as the model's `apply_pooling`, `plain`, does.
 
-    On CUDA the channels stay last. Interpolation then runs one thread for each element, not one for each position of a
-    frame, and gives the same bits (16 frames of 729 features of 3584 in bfloat16 on an H100: 0.14 ms for 22.8).
+    On CUDA, except in float32, channels stay last. Interpolation then runs one thread for each element, not one for each
+    position of a frame, and gives the same bits (16 frames of 729 features of 3584 in bfloat16 on an H100: 0.14 ms for
+    22.8).
     """
     if not _pools_by_element(features):
         return plain(features)
@@ -104,9 +105,10 @@ def _pools_by_element(features: Tensor) -> bool:
 
 
 class LlavaVisionScorer(VisionScorer):
-    """Vision-tower signals for frames (batch entries of P patches) that are pooled 2 x 2; one token ends each video.
+    """Scores LLaVA-OneVision's visual tokens for token pruners, by the attention that patches receive in the vision tower. A
+    frame is a batch entry of P patches, which are pooled 2 x 2; one token of score 0 ends each video.
 
-    An image's base view and its tiles are a batch entry each; their signals are joined as their features are.
+    An image's base view and its tiles are a batch entry each; their scores are joined as the model joins their features.
     """
 
     def __init__(self, multimodal: Any) -> None:
@@ -153,7 +155,8 @@ class LlavaVisionScorer(VisionScorer):
 
 @register("model", "llava_onevision")
 class LlavaOnevision(Family):
-    """``LlavaOnevisionForConditionalGeneration``. An image's base view is laid out as a frame, and its tiles behind it."""
+    """``LlavaOnevisionForConditionalGeneration``. In the token layout an image's base view is a frame, which its tiles
+    follow."""
 
     model_types = ("llava_onevision",)
     extra_inputs = frozenset({"image_sizes", "image_sizes_videos", "batch_num_images"})

@@ -38,7 +38,7 @@ UNKNOWN = frozenset({"RepositoryNotFoundError", "HFValidationError"})
 
 
 def resolve_model_name(name: str | Path) -> str:
-    """The path of a folder or of a tiny model, or `name` itself if it can be a hub name (owner/name).
+    """Return the path of a folder or of a tiny model, or `name` itself if it can be a hub name (owner/name).
 
     Raises `ModelError` for a name that is none of these.
     """
@@ -164,7 +164,7 @@ def _read(
 
 
 def config_only_view(name: str | Path) -> ModelView:
-    """A `ModelView` of the model `name` from its configuration alone; no weights are read.
+    """Return a `ModelView` of the model `name` from its configuration alone; no weights are read.
 
     Raises `ModelError` if there is no such model or its family is not supported.
     """
@@ -213,8 +213,8 @@ def check_recipe(recipe: Recipe | str | Path | Mapping[str, Any], name: str | Pa
 class MoveInputsHook(PrefillHook):
     """Forward pre-hook that moves a module's arguments to `device`; keyword arguments, which all layers share, only once.
 
-    memo  (device, argument) -> last tensor and its moved copy; shared by all layers of a model
-    ends  whether this is the last module: it then clears what `memo` keeps
+    memo  (device, argument name) -> the argument as last given, and its moved copy; shared by all layers of a model
+    ends  whether this is the last module that a pass runs: it then clears `memo`
     """
 
     device: torch.device
@@ -246,8 +246,8 @@ class MoveInputsHook(PrefillHook):
 
 
 def skip_unused_norm_rows(thread: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook that leaves a module no rows of a call by `thread`: of a final norm whose output nobody reads, which
-    a spread model's first device would otherwise wait for before its next pass."""
+    """Forward pre-hook for a final norm whose output the thread `thread` does not read: leaves it zero rows in calls of that
+    thread. Else a model's first device would wait for the norm of the last one before its next pass."""
     return ((args[0][:, :0], *args[1:]), kwargs) if threading.get_ident() == thread else None
 
 
@@ -309,8 +309,8 @@ def spread_layers_over_devices(model: nn.Module, devices: Sequence[torch.device 
 def install_input_move_hooks(
     model: nn.Module, chosen: Sequence[torch.device], first: torch.device
 ) -> Callable[[], None]:
-    """Hook layers placed on `chosen`, and the final norm on `first`, by `MoveInputsHook`; returns a function that
-    unhooks."""
+    """Install a `MoveInputsHook` on each decoder layer, for its device in `chosen`, and on the final norm, for `first`;
+    return a function that removes them."""
     family: Any = adapter_for(model)
     memo: dict[tuple[torch.device, str], tuple[Any, Any]] = {}
     if all(place == first for place in chosen):
@@ -331,7 +331,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def local_folder(name: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """A model's folder; a hub model's small files (all but weights) are downloaded to one first. Raises `ModelError`."""
+    """Return a model's folder; a hub model's small files (all but weights) are downloaded first. Raises `ModelError`."""
     text = os.fspath(name)
     if Path(text).is_dir():
         return Path(text)
@@ -348,7 +348,7 @@ def local_folder(name: str | os.PathLike[str], revision: str | None = None) -> P
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None if there is no file. Raises `ModelError`."""
+    """Return the object in a JSON file, or None if there is no file. Raises `ModelError`."""
     if not path.is_file():
         return None
     content = outside.read_json(path, str(path), ModelError, fix="save it again")
@@ -358,7 +358,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def one_line_error(error: Exception) -> str:
-    """An error's message as one line of at most 200 characters."""
+    """Return an error's message as one line of at most 200 characters."""
     return " ".join(str(error).split())[:200]
 
 

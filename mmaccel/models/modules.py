@@ -57,7 +57,7 @@ _FUSED: WeakSet[nn.Module] = WeakSet()
 
 
 def pointwise_modules(model: nn.Module, family: Any) -> list[nn.Module]:
-    """Language-model modules that act on each token alone (norms, MLPs), so that tokens can go through in chunks."""
+    """Return the language model's modules that act on each token alone (norms, MLPs), so that tokens can pass in chunks."""
     layers: list[Any] = list(family.layers(model))
     owners = [
         one for layer in layers for one in (layer, getattr(layer, "self_attn", None)) if one is not None
@@ -67,7 +67,7 @@ def pointwise_modules(model: nn.Module, family: Any) -> list[nn.Module]:
 
 
 def process_in_token_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: Any) -> None:
-    """Let `modules`, which act on each token alone, process inputs [B, n, E] in chunks of `ROWS` tokens."""
+    """Make `modules`, which act on each token alone, process inputs [B, n, E] in chunks of `ROWS` tokens."""
     for module in modules:
         if _is_gated(module, family):
             hooks.wrap(module, "forward", fused_mlp, module)
@@ -91,8 +91,8 @@ def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: An
 
 
 def rebind_function(hooks: Hooks, modules: Iterable[nn.Module], name: str, ours: Callable[..., Any]) -> None:
-    """Let the forward of `modules` call `ours`, which gets the original function and its arguments, where it calls the
-    function `name`. A module whose forward calls none of that name is left as it is."""
+    """Make the forward of `modules` call `ours(original, *args, **kwargs)` wherever it calls the function `name`. A module
+    whose forward does not call that name is left unchanged."""
     for module in modules:
         known: Any = getattr(module.forward, "__func__", None)
         if (copied := _copy_rebound(known, name, ours)) is None:
@@ -129,8 +129,8 @@ def _unless_compiled(ours: Callable[..., Any], plain: Callable[..., Any], *args:
 def apply_rope_in_place(
     whole: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Rotate query and key [B, H, n, D] in place, in the dimensions that the angles have, by one kernel each; or call
-    `whole`, the attention module's own RoPE function."""
+    """Apply RoPE to query and key [B, H, n, D] in place, by one kernel each, in as many dimensions as `cos` and `sin` have.
+    If no kernel fits, call `whole`, the attention module's own RoPE function."""
     size = cos.shape[-1]
     one = cos.shape == sin.shape and cos.dtype == sin.dtype == query.dtype == key.dtype
     fits = one and cos.shape[1:-1] == query.shape[2:-1] and cos.shape[0] in (1, query.shape[0])
@@ -143,7 +143,7 @@ def apply_rope_in_place(
 
 
 def is_norm(module: nn.Module, family: Any) -> bool:
-    """Whether `module` is an RMSNorm of the family with a weight only."""
+    """Whether `module` is an RMSNorm of the family that has a weight and no bias."""
     return type(module).__name__ in family.rms_norms | family.centred_norms
 
 
@@ -188,7 +188,7 @@ def _wants_gradients(*tensors: Tensor) -> bool:
 
 @contextmanager
 def tower_batched(family: Any, model: nn.Module, fuse: bool = True) -> Iterator[None]:
-    """Context in which a model's vision tower runs as `batch_tower` sets it up. Contexts of several threads may overlap."""
+    """Context in which a model's vision tower is set up as by `batch_tower`. Contexts of several threads may overlap."""
     inner, given = family.multimodal(model), {"family": family, "model": model}
     fused = shared_hooks(inner, "fused", functools.partial(fuse_tower, **given)) if fuse else nullcontext()
     with shared_hooks(inner, "tower_batched", functools.partial(batch_tower, fuse=False, **given)), fused:
@@ -196,7 +196,7 @@ def tower_batched(family: Any, model: nn.Module, fuse: bool = True) -> Iterator[
 
 
 def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fuse: bool = True, context: Any = None) -> None:
-    """Let the model's vision tower encode at most `PATCHES` patches a call, batch attention windows of equal length and, if
+    """Make the model's vision tower encode at most `PATCHES` patches a call, batch attention windows of equal length and, if
     `fuse`, use fused kernels. A tower already set up so is left unchanged. `context`: the `ContextGroup` whose processes
     share the calls."""
     multimodal = family.multimodal(model)
@@ -255,8 +255,8 @@ def _joined(
 
 
 def fuse_tower(hooks: Hooks, family: Any, model: nn.Module) -> None:
-    """Let the model's vision tower use fused kernels, where they exist; padded weight copies are freed with `hooks`. A tower
-    without windows, or already set up so, is left unchanged."""
+    """Make the model's vision tower use fused kernels, where they exist; padded weight copies are freed with `hooks`. A
+    tower without windows, or already set up so, is left unchanged."""
     tower = family.window_attention_tower(model)
     if tower is None or tower in _FUSED:
         return
@@ -296,8 +296,8 @@ class PaddedMLP:
         self._held: tuple[Tensor | None, ...] = ()
 
     def weights(self, hidden: Tensor) -> tuple[Any, ...] | None:
-        """Padded weights of gate, up and down, then their biases or None. None if the MLP must run by itself: its inner size
-        needs no padding, or its linear modules are not plain, or differ from `hidden` in dtype or device."""
+        """Return padded weights of gate, up and down, then their biases or None. Return None if the MLP must run by itself:
+        its inner size needs no padding, or its linear modules are not plain, or differ from `hidden` in dtype or device."""
         parts = self.module.gate_proj, self.module.up_proj, self.module.down_proj
         hooked = any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in parts)
         if hooked or not all(map(is_plain_linear, parts)):

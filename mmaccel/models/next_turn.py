@@ -1,4 +1,4 @@
-"""Whether a call of `generate` goes on from what its `past_key_values` hold, by the tokens that these have read."""
+"""Checks that a call of `generate` continues the conversation in its `past_key_values`, by comparing token ids."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from mmaccel.models.prompt_layout import PIXELS, is_nonempty
 
 
 def check_next_turn(attachment: ModelAttachment, kwargs: Mapping[str, Any], ids: Tensor) -> None:
-    """Raise `ModelError` for a prompt `ids` [B, S] that does not go on from the caller's cache, that is of another number of
-    sequences, or that brings the pixels of what the cache has read. New tokens alone, with a longer attention mask, are
-    taken as they are. Such a turn, and one by `inputs_embeds`, is not known by its ids: of a later prompt only what stands
-    before it is compared."""
+    """Raise `ModelError` if the prompt `ids` [B, S] does not begin with the tokens in the caller's cache, has another number
+    of sequences, or repeats pixels that the cache has read. A call with new tokens alone, whose attention mask is longer
+    than `ids`, is not checked. After such a turn, or one by `inputs_embeds`, only the tokens before it are compared."""
     cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
     held, count, known = cache.get_seq_length(), ids.shape[1], attachment.cached_columns(cache)
     beams, more = (

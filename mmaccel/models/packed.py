@@ -1,4 +1,4 @@
-"""Forward passes of several sequences one after the other in a batch row, each attending to itself alone: packed prompts
+"""Forward passes over several sequences concatenated in one batch row, each attending to itself alone: packed prompts
 without cache, and units of several streams, each with a memory of its own."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PackedForwardPass:
 
     @classmethod
     def of(cls, run: ForwardPass, packed: Tensor) -> PackedForwardPass:
-        """Split `run`, a batch's forward pass, at changes of the sequence number `packed` [B, S] of its tokens."""
+        """Split the forward pass `run` of a batch by sequences; `packed` [B, S] is each token's sequence number."""
         runs = []
         for b, row in enumerate(packed):
             begin = 0
@@ -39,7 +39,7 @@ class PackedForwardPass:
         return cls(tuple(runs))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention [B, H, S, D] of query [B, H, S, D] on key and value [B, G, S, D], within each packed sequence."""
+        """Compute attention [B, H, S, D] of query [B, H, S, D] to key and value [B, G, S, D] within each sequence."""
         out = value.new_empty(*query.shape[:3], value.shape[-1])
         for b, columns, run in self.runs:
             some = (slice(b, b + 1), slice(None), columns)
@@ -48,11 +48,11 @@ class PackedForwardPass:
 
 
 class BatchedStreamPass:
-    """Passes of several streams as one, in the place of a `ForwardPass` and of a memory.
+    """Forward passes of several streams as one; used in place of a single `ForwardPass` and of its KV memory.
 
-    passes  each stream's `ForwardPass`, its number of rows, and whether it takes hidden states; rows follow one another
-    check   called before each attends, at each layer
-    errors  of streams that failed, by index; the others go on
+    passes  for each stream its `ForwardPass`, its number of rows, and whether its memory reads hidden states; in row order
+    check   called before each stream's attention, at each layer
+    errors  exceptions of streams that failed, by index; the others go on
     """
 
     stream, ticket = True, None
@@ -71,15 +71,15 @@ class BatchedStreamPass:
                     self.errors[number] = error
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Give each memory its keys and values of [1, G, n, D]."""
+        """Append each stream's rows of key and value [1, G, n, D] to that stream's KV memory."""
         self._each(lambda rows, run: run.state.append(layer, key[:, :, rows], value[:, :, rows]))  # type: ignore[union-attr]
 
     def receive_hidden(self, layer: int, hidden: Tensor) -> None:
-        """Give each memory its rows of what enters a layer, [1, n, E]."""
+        """Give each stream's KV memory its rows of the layer's input [1, n, E]."""
         self._each(lambda rows, run: run.state.receive_hidden(layer, hidden[:, rows]))  # type: ignore[union-attr]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention [1, H, n, D] of each stream's rows to what its memory shows."""
+        """Compute attention [1, H, n, D] of each stream's rows to what its own KV memory shows them."""
         out = torch.empty_like(query, dtype=value.dtype)
 
         def attend(rows: slice, run: ForwardPass) -> None:
@@ -92,7 +92,7 @@ class BatchedStreamPass:
         return out
 
     def length(self) -> int:
-        """Return 0: it has no columns of its own, as transformers counts those of a cache."""
+        """Return 0, the length that transformers asks of a cache: positions are those of each stream's own memory."""
         return 0
 
     held_columns = length

@@ -200,8 +200,8 @@ class Processor:
     def prepare_pixels(
         self, frames: Tensor, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
-        """Pixel inputs of one video's `frames` [T, 3, H, W], without text: pixel values, and the patch grid if the model
-        takes one."""
+        """Make the pixel inputs of one video's `frames` [T, 3, H, W], without text: pixel values, and the patch grid if the
+        model takes one."""
         made, _ = self.style.videos(self.video, self.extra, [frames], {"device": device, "dtype": dtype})
         return {name: value.to(device) for name, value in made.items()} if device is not None else made
 
@@ -213,7 +213,7 @@ class Processor:
         fps: float | Sequence[float | None] | None = None,
         **options: Any,
     ) -> dict[str, Tensor]:
-        """Inputs for one user turn or a conversation, by the chat template.
+        """Make model inputs for one user turn or a conversation, by the chat template.
 
         `content` is a text, content pieces in order (`{"type": "video", "video": ...}`, `{"type": "image", "image": ...}`,
         `{"type": "text", "text": ...}`) or messages (`{"role": ..., "content": pieces}`). `images` and `videos` come before
@@ -235,17 +235,17 @@ class Processor:
         return self(texts, images=rows, videos=clips or None, fps=fps, **options)
 
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of messages, or of the content pieces of one user turn, by the chat template. Each video and image stays
-        one placeholder, so pieces of type "video" and "image" need no other field."""
+        """Return token ids of messages, or of the content pieces of one user turn, by the chat template. Each video and
+        image stays one placeholder, so pieces of type "video" and "image" need no other field."""
         messages = as_messages(content)
         kinds = {piece["type"] for one in messages for piece in one["content"]}
         text, special = self._written(messages, kinds)
         return tokenize(self.tokenizer, text, add_special_tokens=special)
 
     def next_turn(self, ids: Tensor, question: str) -> Tensor:
-        """Token ids [1, m] of a conversation that goes on: `ids` [1, n] of the turns before with the answer, as `generate`
-        gave them, and behind them the user's `question`, by the chat template. On the device of `ids`. With them `generate`
-        needs the `past_key_values` of the turn before and nothing else. Raises `ModelError` for several rows."""
+        """Return token ids [1, m] for a conversation's next turn: `ids` [1, n] (all turns so far, as `generate` returned
+        them), then the user's `question` in the chat template. On the device of `ids`. `generate` needs with them only the
+        `past_key_values` of the turn before. Raises `ModelError` for several rows."""
         turns = (("user", "-"), ("assistant", ANSWER), ("user", check_question(question)))
         messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
         return append_turn(self.tokenizer, ids, self._written(messages, ("image", "video"))[0])
@@ -267,7 +267,7 @@ class Processor:
         return text, not (start and text.startswith(start))
 
     def decode(self, ids: Tensor | Sequence[Any], skip_special_tokens: bool = True) -> Any:
-        """The text of one row of token ids, or a list of texts for several rows."""
+        """Return the text of one row of token ids, or a list of texts for several rows."""
         rows = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         if rows and isinstance(rows[0], (list, tuple, Tensor)):
             return [self.decode(row, skip_special_tokens) for row in rows]
@@ -383,7 +383,7 @@ def _implied(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def processor_specs() -> dict[str, ProcessorSpec]:
-    """Model type -> `ProcessorSpec`, of all registered families."""
+    """Return the `ProcessorSpec` of each model type, of all registered families."""
     known: dict[str, ProcessorSpec] = {}
     for family in registry("model").values():
         known.update(getattr(family, "processors", {}))

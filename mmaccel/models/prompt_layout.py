@@ -1,9 +1,9 @@
 """Prompts: arguments of a call by name, how a family's processor makes inputs, and the modality and frame of each token.
 
-The user's question is found from token ids alone: the words of a message with images or videos, without chat markup. Known
-are the tokens that end a message (the model ends its answers with them) and those around images and videos. Each message
-starts with a few markup tokens that name its role; their number is seen at the end of the prompt, where the model's own
-message starts.
+The user's question is found from token ids alone: it is the words of a message with images or videos, without chat markup.
+The config names the tokens that end a message (the model ends its answers with them) and those around images and videos.
+Each message starts with a few markup tokens that name its role; their number is seen at the end of the prompt, where the
+model's own message starts.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LAYERS = "mmaccel_layers"
 
 @dataclass(frozen=True)
 class Grid:
-    """The token grid of one image or video: `frames` x `rows` x `columns` in order, then `marks` tokens of no frame.
+    """The token grid of one image or video: `frames` x `rows` x `columns` tokens in order, then `marks` tokens of no frame.
 
     apart  whether text, such as a time, stands between the frames
-    tiles  (rows, columns) of the high-resolution picture that an image's tiles form. Its tokens are the `marks`: row by
-           row, each at a grid cell, and after each row a newline token at none. None: `marks` are at no cell
+    tiles  (rows, columns) of the high-resolution picture that an image's tiles form. Its tokens are then the `marks`, row by
+           row, with a newline token after each row, which has no grid cell. None: no `marks` have a grid cell
     """
 
     frames: int
@@ -72,7 +72,7 @@ Made = tuple[dict[str, Any], list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class VideoBudget:
-    """Default frames, rate and pixels to take of a video file, as the model's own processor takes them.
+    """How many frames of a video file to sample by default, and at what size, as the model's own processor does.
 
     fps          frames per second, no frame twice; None: `most` evenly spaced frames whatever the length
     least, most  bounds of the number of frames at that rate, where the video has so many
@@ -91,7 +91,7 @@ class VideoBudget:
     total: int = 0
 
     def frame_count(self, frames: int, rate: float) -> int:
-        """Number of frames to take of a file of `frames` frames at `rate` frames per second (0: unknown)."""
+        """Return how many frames to take of a file of `frames` frames at `rate` frames per second (0: unknown)."""
         whole = min(self.most, frames) // self.multiple * self.multiple
         if self.fps is None or not rate:
             return max(whole, 1)
@@ -99,7 +99,7 @@ class VideoBudget:
         return max(int(wanted // self.multiple * self.multiple), 1)
 
     def frame_size(self, frames: int, height: int, width: int) -> tuple[int, int] | None:
-        """(height, width) to scale `frames` frames of `height` x `width` pixels to; None: the processor decides."""
+        """Return (height, width) to scale `frames` frames of `height` x `width` pixels to; None: the processor decides."""
         from mmaccel.media.preprocess import smart_resize
 
         if self.factor is None:
@@ -115,11 +115,11 @@ class ProcessorSpec:
 
     processor, image, video      transformers' class names, as written in processor files
     image_token, video_token     placeholder tokens in a text
-    images, videos               make the pixels and count each image's or video's tokens, from: the settings
+    images, videos               functions that make pixels and count each image's or video's tokens, from: the settings
                                  (`media.preprocess.PixelSettings`), the other entries of processor_config.json, the images
                                  [3, H, W] of each text or the videos [T, 3, H, W], and device and dtype of the pixels
     image_settings               transformers' defaults that a file may omit: fields of `media.preprocess.PixelSettings`
-    video_settings               the same of the video processor
+    video_settings               the same for the video processor
     type_ids                     whether the model takes `mm_token_type_ids`
     seconds                      whether it takes `second_per_grid_ts`, the seconds per time step of each video
     budget                       default frames and pixels to take of a video file
@@ -140,16 +140,16 @@ class ProcessorSpec:
 
 
 def timestamp(time: float) -> str:
-    """Format a time in exactly `WIDE` characters: with one decimal, as processors write it, from 100 to 999.9 s, with more
-    decimals below and none above. From 100,000 s on it restarts at 0."""
+    """Format a time in exactly `WIDE` characters: from 100 to 999.9 s with one decimal, as processors write it; shorter
+    times with more decimals, longer ones with none. From 100,000 s on it restarts at 0."""
     time %= 10**WIDE
     text = f"{time:.{max(WIDE - 1 - len(str(int(time))), 0)}f}"
     return (text + ".")[:WIDE]
 
 
 def bind_args(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Bind the positional arguments `args` of a call of `method` to their names, beside `kwargs`; raises `TypeError` if they
-    do not fit."""
+    """Return all arguments of a call of `method` by name: `kwargs`, and the positional `args` bound to their names. Raises
+    `TypeError` if they do not fit."""
     given = inspect.signature(method).bind_partial(*args).arguments
     if twice := sorted(given.keys() & kwargs.keys()):
         raise TypeError(f"multiple values for argument {twice[0]!r}")
@@ -157,7 +157,7 @@ def bind_args(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 
 
 def prompt_length(kwargs: Mapping[str, Any]) -> int:
-    """Length of the prompts of a `generate` call, padding included; 0 without `input_ids`."""
+    """Return the length of the prompts of a `generate` call, padding included; 0 without `input_ids`."""
     ids = kwargs.get("input_ids")
     return ids.shape[1] if isinstance(ids, Tensor) else 0
 
@@ -169,7 +169,7 @@ def rope_parameters_of(config: Any) -> Mapping[str, Any]:
 
 
 def max_positions(config: Any) -> int | None:
-    """The number of positions a text model supports, RoPE scaling included; None if `config` does not say."""
+    """Return the number of positions a text model supports, RoPE scaling included; None if `config` does not say."""
     most = getattr(config, "max_position_embeddings", None)
     if not isinstance(most, int):
         return None
@@ -181,9 +181,9 @@ def max_positions(config: Any) -> int | None:
 def derive_stream_positions(
     family: Any, model: nn.Module, prompts: Sequence[tuple[Any, Tensor, Tensor, int]], alone: bool
 ) -> PositionIds:
-    """Return the rotary positions of a video stream of any length, extrapolated from `prompts` with one, two and three units
-    (frames): each (inputs, positions of the head, of the units, and of the first text token behind). `alone`: no text stands
-    around a unit. Raises `ModelError` where positions do not grow evenly."""
+    """Return rotary positions of a video stream of any length, extrapolated from `prompts` with one, two and three units
+    (frames): each (inputs, positions of the tokens before the video, of the units, of the first text token after). `alone`:
+    no text stands around a unit. Raises `ModelError` where positions do not grow evenly."""
     (inputs, head, unit, text), (*_, second), (_, _, three, third) = prompts
     slope, limit = second - text, max_positions(family.text_model(model).config) or 1 << 15
 
@@ -209,7 +209,7 @@ def has_sliding_window(config: Any) -> bool:
 
 
 def inputs_after_past(kwargs: Inputs, past: int) -> dict[str, Any]:
-    """The arguments of a call, cut to the tokens after the first `past`, without attention mask."""
+    """Return the arguments of a call without their first `past` tokens, and without attention mask."""
     length = kwargs["input_ids"].shape[1]
     new = {name: value for name, value in kwargs.items() if name != "attention_mask"}
     for name in A_TOKEN:
@@ -220,7 +220,7 @@ def inputs_after_past(kwargs: Inputs, past: int) -> dict[str, Any]:
 
 
 def remove_padding(inputs: Inputs) -> dict[str, Any]:
-    """The inputs of one sequence without padding tokens and attention mask."""
+    """Return the inputs of one sequence without padding tokens and attention mask."""
     inputs = dict(inputs)
     mask = inputs.pop("attention_mask", None)
     if mask is None or bool(mask.all()):
@@ -239,8 +239,8 @@ def is_nonempty(value: Any) -> bool:
 
 
 def token_grid_fields(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> dict[str, Tensor]:
-    """Segment, frame, grid row and grid column of each token, from its modality [B, S]; -1 where it has none. Text between
-    the frames of a video belongs to the video's segment. Raises `ModelError` if placeholders and grids do not match.
+    """Return segment, frame, grid row and grid column of each token, from its modality [B, S]; -1 where it has none. A video
+    and the text between its frames are one segment. Raises `ModelError` if placeholders and grids do not match.
 
     queue  modality -> the grids of its images or videos, in order of appearance over the batch
     """
@@ -298,7 +298,7 @@ def _columns_of(grid: Grid, kind: int, kinds: list[int], begin: int) -> list[ran
 
 
 def slice_inputs(kwargs: Mapping[str, Any], columns: slice | Tensor, past: int = 0) -> dict[str, Any]:
-    """Arguments of a text model's forward for some of its new tokens, after `past`: `columns` is a slice or indices [n]."""
+    """Return a text model's forward arguments for new tokens at `columns` (a slice or indices [n]) after `past` others."""
     part = dict(kwargs)
     if isinstance(columns, slice) and part.get("attention_mask") is not None:
         part["attention_mask"] = part["attention_mask"][:, : past + columns.stop]
@@ -313,10 +313,10 @@ def slice_inputs(kwargs: Mapping[str, Any], columns: slice | Tensor, past: int =
 def question_token_indices(
     ids: list[int], at: list[int], visual: list[int], ends: Collection[int], marks: Collection[int]
 ) -> list[int]:
-    """Columns of the question: the words of messages with images or videos. [] if there are none or the markup is unknown.
+    """Return columns of the question: words of messages with images or videos. [] if there are none or markup is unknown.
 
     ids     token ids of the prompt's text [n]
-    at      their columns [n], ascending
+    at      their columns (indices in the prompt) [n], ascending
     visual  columns at which images and videos begin and end, ascending
     ends    ids that end a message
     marks   ids around images and videos
@@ -348,8 +348,8 @@ def question_token_indices(
 def last_message_span(
     ids: list[int], text: list[bool], ends: Collection[int], marks: Collection[int], first: int
 ) -> tuple[int, int]:
-    """(begin, end) of the words of the last complete message, within the last tokens `ids` [n] of a prompt; (0, n) if it has
-    none there.
+    """Return (begin, end) of the words of the last complete message among the last tokens `ids` [n] of a prompt; (0, n) if
+    there is none.
 
     text    which tokens [n] are neither image nor video; the words come after the last visual token
     ends    ids that end a message
@@ -370,7 +370,7 @@ def last_message_span(
 
 
 def markup_ids(model: nn.Module) -> tuple[set[int], set[int]]:
-    """Token ids that end a message of `model`, and those that mark the start and end of its images and videos."""
+    """Return the token ids that end a message of `model`, and those that mark start and end of its images and videos."""
     config: Any = model.config
     configs = (getattr(model, "generation_config", None), config.get_text_config(decoder=True))
     names = ("vision_start_token_id", "vision_end_token_id")
@@ -379,7 +379,7 @@ def markup_ids(model: nn.Module) -> tuple[set[int], set[int]]:
 
 
 def question_token_mask(model: nn.Module, ids: Tensor, modality: Tensor, segment: Tensor) -> Tensor:
-    """Which tokens [B, S] of prompts `ids` are words of the question (`TokenLayout.asked`); all arguments are [B, S]."""
+    """Return which tokens [B, S] of the prompts `ids` [B, S] are words of the question (`TokenLayout.asked`)."""
     ends, marks = markup_ids(model)
     # What stands between the frames of a video is no word of a question.
     modality = torch.zeros_like(modality).scatter_reduce(1, segment, modality, "amax").gather(1, segment)
@@ -395,5 +395,5 @@ def question_token_mask(model: nn.Module, ids: Tensor, modality: Tensor, segment
 
 
 def token_ids(entry: Any) -> list[int]:
-    """A config entry that is one token id, several or None, as a list."""
+    """Return a config entry that is one token id, several or None, as a list."""
     return [] if entry is None else list(entry) if isinstance(entry, list | tuple) else [entry]

@@ -1,7 +1,7 @@
-"""`generate` with a KV policy for streams: the prompt's video is read unit by unit, its last words are the question.
+"""`generate` with a KV policy for streams: reads the video by units (one or two frames), then asks the prompt's text.
 
-The KV memory holds the prompt's longest video; if text such as times stands between its frames, the longest part of it where
-these texts have equal length. All other tokens stay fully visible, as on a stream: those before the video are the head,
+The KV memory holds the prompt's longest video; if text such as times stands between its frames, the longest run of frames
+whose texts have equal length. All other tokens stay fully visible, as on a stream: those before the video are the head,
 those after it are run with the question. A prompt without video is head and question alone.
 """
 
@@ -50,10 +50,10 @@ NO_FRAMES = (0, 1, 1, 1)
 
 
 class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[override]
-    """The target's `PromptAdapter`, of its `attachment`, or a draft's.
+    """A prompt of `generate` as a stream (text before the video, units, question), for the target or a draft model.
 
-    inputs  those given; without pixels once they have been read
-    times   as far as the inputs tell
+    inputs  the prompt's inputs; without pixels once they have been read
+    times   seconds of each frame, as far as the inputs tell them
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
 
     @property
     def ids_through_last_video(self) -> Tensor:
-        """The ids [n] up to the last image or video, which no later turn changes."""
+        """The prompt's ids [n] up to the last image or video, which no later turn changes."""
         return self.ids[0, : self._tail + self._seen]
 
     def make_question(self, text: Any) -> Question:
-        """What follows the video in the ids `text` [1, S], which begin with `begun`; for any words, in the prompt's own."""
+        """Return what follows the video in `text`: ids [1, S] of a later turn, or any string for this prompt's ids."""
         ids = self.ids if isinstance(text, str) else text.to(self.device)
         if not torch.equal(ids, self.ids):
             begun, self.ids = len(self.ids_through_last_video), ids
@@ -280,9 +280,9 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
 class PromptStreamRunner(Runner):
     """Runs one prompt of `generate` on a KV policy for streams, from `prefill` to `sync_cache`.
 
-    cache     holds the stream: that of the turn before; None: `prefill` begins one
-    counters  the KV memory's counters, once the question has ended
-    drafts    the draft's stream, which was asked too, after `prefill`
+    cache     the `StreamCache` of the turn before; None: `prefill` begins a stream
+    counters  the KV memory's counters, set when the question has ended
+    drafts    the draft model's stream; `prefill` asks it the question too
     """
 
     def __init__(self, attachment: ModelAttachment, cache: StreamCache | None, room: int) -> None:
@@ -356,7 +356,7 @@ class PromptStreamRunner(Runner):
         return self._question
 
     def position_limit(self, read: int) -> MaxPositionCriteria:
-        """Stopping criterion at the model's last position, for the answer to a prompt of `read` tokens."""
+        """Return a stopping criterion at the model's last position, for the answer to a prompt of `read` tokens."""
         return MaxPositionCriteria(torch.tensor([read + self._at_work().tokens_left]), self._positions, True)
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
@@ -373,7 +373,7 @@ class PromptStreamRunner(Runner):
         return self._at_work().length()
 
     def sync_cache(self) -> None:
-        """End the question, and close the stream unless its cache lasts; a second call does nothing."""
+        """End the question; close the stream too, unless a later turn may use its cache. A second call does nothing."""
         state, self._state = self._state, None
         if self.cache is not None and self.cache.lasts and self._deadline.end_reason() is None:
             self.drafts.end_ingest()  # one that has not read the prompt yet would hold its pixels
@@ -391,7 +391,7 @@ class PromptStreamRunner(Runner):
 def open_prompt_runner(
     attachment: ModelAttachment, model: nn.Module, cache: Any, room: int
 ) -> HFRunner | PromptStreamRunner:
-    """The runner of one prompt of a call on `cache`; if None, on a KV policy for streams with `room` tokens to follow."""
+    """Return the runner of one prompt on `cache`; if None, on a new stream memory with `room` tokens after the prompt."""
     if cache is None or isinstance(cache, StreamCache):
         return PromptStreamRunner(attachment, cache, room)
     runner, columns = open_runner(model, attachment.family, cache), attachment.cached_columns(cache)

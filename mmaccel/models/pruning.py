@@ -64,7 +64,7 @@ class _Work:
 
 @dataclass(eq=False)
 class LayerInputHook(PrefillHook):
-    """Forward pre-hook of decoder layer `index`: in passes of a pruned prompt it calls `enter` with the layer's inputs."""
+    """Forward pre-hook of decoder layer `index`: while a prompt is pruned, calls `enter` with the layer's inputs."""
 
     index: int
     enter: Callable[..., Any]
@@ -77,7 +77,7 @@ class LayerInputHook(PrefillHook):
 
 
 class PrefillTokenPruning:
-    """Applies the recipe's token pruner in the forward passes of one accelerated model."""
+    """Applies the recipe's token pruner in the prefill of one accelerated model."""
 
     def __init__(self, hooks: Hooks, model: nn.Module, family: Any, pruner: TokenPruner, depth: int) -> None:
         self.pruner, self.family, self.model = pruner, family, model
@@ -282,7 +282,7 @@ def _numbered(run: ForwardPass) -> Tensor:
 
 
 def kept_tokens_per_frame(pruner: TokenPruner, tokens: int) -> int:
-    """How many of a frame's `tokens` `pruner` keeps on a stream; raises `RecipeError` if none."""
+    """Return how many of a frame's `tokens` `pruner` keeps on a stream; raises `RecipeError` if none."""
     left = pruner.kept_token_count(tokens)
     if not left:
         raise RecipeError(
@@ -300,8 +300,8 @@ def prune_frames(
     tokens: int,
     vision: VisionAttentionProbe | None,
 ) -> tuple[Tensor, Tensor]:
-    """Apply `pruner` to visual features `rows` [frames * tokens + m, E], frames then m separators: the units [n, P, E] that
-    are left, one for each group of frames and all of equal length, and the separators [m, E]."""
+    """Apply `pruner` to visual features `rows` [frames * tokens + m, E] of frames and m separator tokens. Return the kept
+    features as units [n, P, E], one for each group of frames and all of equal length, and the separators [m, E]."""
     inside, left, each = frames * tokens, kept_tokens_per_frame(pruner, tokens), tokens * pruner.group
     place = torch.arange(len(rows), device=rows.device)[None]
     frame = torch.where(place < inside, place // tokens, -1)

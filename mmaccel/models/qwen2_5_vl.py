@@ -75,7 +75,8 @@ _PROCESSOR: dict[str, Any] = {
 
 
 class QwenTowerReader(VisionScorer):
-    """Vision-tower signals for packed patches in window order, where four patches merge into one token."""
+    """Scores Qwen-VL's visual tokens for token pruners, by the attention that patches receive in the vision tower. Patches
+    of all frames are packed in the order of attention windows; four patches merge into one visual token."""
 
     def __init__(self, multimodal: Any) -> None:
         self.visual = multimodal.visual
@@ -161,7 +162,7 @@ class Qwen25VL(Family):
         }
 
     def video_ids(self, config: Any, tokens: list[int], units: int) -> list[int]:
-        """Token ids of a video in a prompt: start marker, `tokens` for each of `units` time steps, end marker."""
+        """Return the token ids of a video in a prompt: start marker, `tokens` for each of `units` time steps, end marker."""
         return [config.vision_start_token_id, *tokens * units, config.vision_end_token_id]
 
     def given_modalities(self, inputs: Inputs) -> set[int]:
@@ -224,8 +225,8 @@ class Qwen25VL(Family):
 
     @staticmethod
     def batch_windows(hooks: Hooks, tower: Any) -> None:
-        """Let a vision `tower` batch windows of equal length. One with an attention other than `sdpa`, or already set up so,
-        is left unchanged."""
+        """Make a vision `tower` batch attention windows of equal length. One with an attention other than `sdpa`, or already
+        set up so, is left unchanged."""
         if getattr(tower.config, "_attn_implementation", None) != "sdpa":
             return
         from transformers import AttentionInterface
@@ -316,9 +317,9 @@ def _parts(grids: list[list[int]], most: int) -> Iterator[list[list[int]]]:
 
 
 def batches_of(ends: list[int], device: torch.device) -> tuple[Any, Tensor | None, Tensor | None]:
-    """Group windows by length, so that each group is one batch; `ends` are the bounds of consecutive windows. Returns
-    (windows, rows each) of each batch; the rows [n] in batch order; and the inverse permutation. The last two are None if
-    rows are already in that order. Empty windows are left out."""
+    """Group attention windows by length, so that each group is one batch; `ends` are the bounds of consecutive windows.
+    Returns the shape (windows, rows per window) of each batch; the rows [n] in batch order; and the inverse permutation. The
+    last two are None if rows are already in that order. Empty windows are left out."""
     begins: dict[int, list[int]] = {}
     for begin, end in pairwise(ends):
         if end > begin:
@@ -340,7 +341,8 @@ def attend_windows(
     cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Window attention [1, rows, H, D] of query, key, value [1, H, rows, D]; `cu_seq_lens_q` bounds the windows."""
+    """Compute window attention [1, rows, H, D] of query, key, value [1, H, rows, D], with windows of equal length as one
+    batch; `cu_seq_lens_q` holds the bounds of the windows."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -34,7 +34,8 @@ _VISION: dict[str, Any] = {**TOWER, "num_position_embeddings": 16}
 
 @register("model", "qwen3_5")
 class Qwen35(Qwen3VL):
-    """``Qwen3_5ForConditionalGeneration``, ``Qwen3_5MoeForConditionalGeneration``; layer n is the n-th attention layer."""
+    """``Qwen3_5ForConditionalGeneration``, ``Qwen3_5MoeForConditionalGeneration``. Recipes and memories count attention
+    layers only: their layer n is the n-th attention layer."""
 
     model_types = ("qwen3_5", "qwen3_5_moe")
     decoder_layers = frozenset({"Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer"})

@@ -1,6 +1,6 @@
 """Recommends a preset for a video and its questions, from predicted costs on a device (`core/costs.py`).
 
-Only the configuration is read: sizes are counted on a model on the meta device.
+No weights are loaded: sizes are counted on a model on the meta device.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ MARGIN = 1.1
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended preset `name` (None: none fits), `why` in a sentence, all `costs`, and why others are `unfit`.
+    """The recommended preset: its `name` (None: none fits) and `why` in a sentence; and predicted `costs`, by preset.
 
     lacks  preset -> (device bytes, host bytes) that it needs beyond what there is; (0, 0) if it fits
+    unfit  preset -> why it cannot serve this work at all
     """
 
     name: str | None
@@ -56,8 +57,8 @@ def model_sizes_of(
     dtype: torch.dtype = torch.bfloat16,
     processor: Any = None,
 ) -> rates.ModelSizes:
-    """The sizes that costs depend on, for frames of (height, width): of a named shape, of a saved model by its config, or of
-    a loaded model with its `processor`. Raises `ModelError`."""
+    """Return the sizes of a model that costs depend on, for frames of `size` (height, width). `model`: a name in `shapes`, a
+    saved model (only its config is read), or a loaded model with its `processor`. Raises `ModelError`."""
     if isinstance(model, nn.Module):
         built: Any = model
     else:
@@ -135,7 +136,8 @@ def _tokens(processor: Any, frames: torch.Tensor) -> int:
 
 
 def device_rates_of(name: str, sizes: rates.ModelSizes, **how: Any) -> rates.DeviceRates:
-    """The rates of a device known by `name`, or of one of this machine, measured now (`how`); raises `ModelError`."""
+    """Return the `DeviceRates` of `name`: known ones of a GPU model, or those of a device of this machine, measured now with
+    the options `how`. Raises `ModelError`."""
     if name in rates.DEVICES:
         # Their pairs are of heads of 128.
         known = rates.DEVICES[name]
@@ -206,8 +208,8 @@ def recommend(
     draft: rates.ModelSizes | None = None,
     presets: Sequence[str] = MAIN_PRESETS,
 ) -> Recommendation:
-    """The fastest preset for `work` among those that fit ``work.memory`` and ``work.host`` bytes; a lossless one if it is
-    within a factor `MARGIN` of it.
+    """Choose the fastest preset for `work` among those that fit ``work.memory`` and ``work.host`` bytes; a lossless preset
+    is preferred if its time is within a factor `MARGIN` of the fastest.
 
     draft     sizes of a draft model; without one, presets that need it are unfit
     lossless  consider only presets that give the same tokens as the plain model
@@ -249,7 +251,7 @@ def candidate_recipes(
     draft: rates.ModelSizes | None = None,
     presets: Sequence[str] = MAIN_PRESETS,
 ) -> list[Recipe]:
-    """Return the recipes that `recommend` would predict the cost of."""
+    """Return the recipes of `presets` whose costs `recommend` would predict with the same arguments."""
     made = [(name, Recipe.load(name)) for name in presets]
     return [one for name, one in made if not _unfit(name, one, sizes, work, lossless, draft)]
 

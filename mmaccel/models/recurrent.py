@@ -1,13 +1,13 @@
 """Cache entries of layers with a recurrent state (Gated DeltaNet) that can be rolled back as attention's can.
 
 A recurrent state cannot be truncated. So a layer keeps a checkpoint of its state and the inputs since; to roll back it
-restores the checkpoint and runs the remaining inputs again. It keeps two checkpoints, at least `REACH` tokens apart. The
-rows of a token tree are run path by path from the state before it, which contains none of them until one path is accepted.
+restores the checkpoint and runs the remaining inputs again. It keeps two checkpoints, at least `REACH` tokens apart. A draft
+token tree is run path by path from the state before the tree; the state takes in one path, once it is accepted.
 
 In captured decode steps (`layer_step.FusedDeltaNetStep`) a sequence has a slot: a ring buffer ("journal") of its last rows,
-and a state that lags behind them (`ops.delta.deltanet_rows`). A short rollback only changes a number; a longer one
-restores a
-copy of the state. Any other use of the layer, such as the model's forward, first applies the journal and frees the slot.
+and a state that lags behind them (`ops.delta.deltanet_rows`). A short rollback only changes the length; a longer one
+restores a copy of the state. Any other use of the layer, such as the model's forward, first applies the journal and frees
+the slot.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Copies = list[tuple[Tensor, Tensor]]
 
 
 def copy_by_dtype(copies: Copies) -> None:
-    """Make `copies` with one launch for all of a dtype and device."""
+    """Make `copies`, pairs (to, from), with one kernel launch for each dtype and device."""
     some: dict[tuple[torch.dtype, torch.device], Copies] = {}
     for pair in copies:
         some.setdefault((pair[0].dtype, pair[0].device), []).append(pair)
@@ -65,7 +65,7 @@ class _Mark:
 
 
 class RecurrentCacheLayer(LinearAttentionLayer):
-    """A transformers cache layer: the recurrent state of one Gated DeltaNet, `module`, which can be rolled back."""
+    """A transformers cache layer that holds the recurrent state of one Gated DeltaNet, `module`, and can roll it back."""
 
     is_sliding, is_croppable = False, True
 
@@ -82,7 +82,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         self._copies: list[tuple[int, Tensor]] = []  # of the state in the slot, after so many columns
 
     def enter_slot(self, slots: StateSlots, layer: int, number: int) -> Copies:
-        """Move into slot `number` of `slots`, as layer `layer`; return the copies of its state there that are to be made."""
+        """Move the state into slot `number` of `slots`, as layer `layer`; return the copies that the caller must make."""
         self.leave_slot()
         self.slots, self._slot, self._base = slots, (layer, number), self.length
         self._entered = self.length
@@ -101,7 +101,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         return [(state, self._copies[0][1]), *((rows[:, : conv.shape[1]], x) for rows, x in both if len(x))]
 
     def begin_step(self, count: int) -> tuple[int, int, int, int]:
-        """Begin a decode step of `count` rows; return (start, base, upto, slot), a row of `bounds` of `deltanet_rows`."""
+        """Begin a decode step of `count` rows; return its row (start, base, upto, slot) of `StepStates.bounds`."""
         start, base, self._base = self.length, self._base, max(self._base, self.length - self._lag)
         if self._base - self._copies[-1][0] > REACH:
             self._copies = [self._copies[-1], (base, self._room()[1].clone())]
@@ -120,7 +120,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
             self._room()[1].copy_(kept)
 
     def leave_slot(self) -> None:
-        """Free the slot, if there is one: apply the rows that the journal still holds, and take the state back."""
+        """Free the slot, if there is one: apply the journal's remaining rows and move the state back to this layer."""
         if self.slots is None:
             return
         journal, state = self._room()
@@ -143,7 +143,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         return torch.arange(self.length - count, self.length, device=journal.device) % len(journal)
 
     def record_input_rows(self, rows: Tensor) -> None:
-        """Record input `rows` [B, n, E] of the layer, from which a rollback runs it again."""
+        """Record the layer's input `rows` [B, n, E]; a rollback runs them through the layer again."""
         count = rows.shape[1]
         if self._again:
             return
@@ -158,8 +158,8 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         self.length += count
 
     def expand_tree_paths(self, rows: Tensor, branches: Branches) -> tuple[Tensor, TreePaths]:
-        """Record the next `rows` [1, n, E] of a tree; return its paths as a batch [b, L, E], and the cache by which it
-        is run from the state before the tree."""
+        """Record the next input `rows` [1, n, E] of a draft tree; return the tree's paths as a batch [b, L, E], and the
+        cache with which the layer runs them from the state before the tree."""
         self.leave_slot()
         self._tree.append(rows.detach())
         self.length += rows.shape[1]
@@ -167,7 +167,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         return torch.cat(self._tree, 1)[0, paths.columns], paths
 
     def accept(self, path: Tensor) -> None:
-        """Keep of a tree its rows at `path` [k] alone."""
+        """Run the draft tree's accepted rows, at `path` [k], into the recurrent state, and forget the others."""
         rows, self._tree = torch.cat(self._tree, 1), []
         self.length -= rows.shape[1]
         self._run(rows[:, path.to(rows.device)])
@@ -178,23 +178,23 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         self.module(hidden_states=rows, cache_params=cache, attention_mask=None)
 
     def count_dropped(self, length: int) -> None:
-        """Set the length to that of the whole prompt, of which a pruner left the layer fewer rows."""
+        """Set `length` to that of the whole prompt, after a pruner gave the layer fewer rows."""
         self.length, self._marks = length, []
 
     def checkpoint_before_step(self) -> Mark:
-        """The length and the recurrent state, which the next rows change."""
+        """Return the length and the recurrent state itself, which the next rows overwrite."""
         self.leave_slot()
         if not self.has_previous_state[0]:
             return self.length, None
         return self.length, (self.conv_states[0], self.recurrent_states[0])  # type: ignore[return-value]
 
     def checkpoint(self) -> Mark:
-        """A copy of the recurrent state, to which `restore` can return at any later time."""
+        """Return the length and a copy of the recurrent state, to which `restore` can return at any later time."""
         length, state = self.checkpoint_before_step()
         return length, state and (state[0].clone(), state[1].clone())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Roll the recurrent state back by that many tokens; raises `ModelError` if no checkpoint is old enough."""
+        """Roll the state back by `tokens_to_remove` tokens; raises `ModelError` if no checkpoint is old enough."""
         length = self.length - abs(int(tokens_to_remove))
         if self._tree:
             rows, self._tree = torch.cat(self._tree, 1), []
@@ -235,7 +235,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
                 self._again = False
 
     def begin_fork(self, other: RecurrentCacheLayer) -> Copies:
-        """Give `other`, a new cache layer of the same module, room for this one's state; return the copies to be made."""
+        """Prepare `other`, a new cache layer of the same module, as a copy; return the copies that the caller must make."""
         self.leave_slot()
         other.length, other.has_previous_state[0] = self.length, self.has_previous_state[0]
         if not self.has_previous_state[0]:
@@ -251,8 +251,8 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         copy_by_dtype(self.begin_restore(mark))
 
     def begin_restore(self, mark: Mark) -> Copies:
-        """Take the length of `mark`; return the copies to be made into this layer's own tensors, which may be those of the
-        mark if it has none."""
+        """Set the length to that of the checkpoint `mark`; return the copies into this layer's tensors that the caller must
+        make. A layer without tensors may take those of `mark`."""
         self.length, state = mark
         self._marks, self._tree, self.slots = [], [], None
         if state is None:
@@ -277,7 +277,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
                 mark.state = conv, recurrent
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
-        """As transformers' layers do, but the rows [B, C, n] that come together lie row by row, as they are read next."""
+        """Update the state as transformers does; return old and new inputs [B, C, n], the channels of each contiguous."""
         if self.record_past or not self.has_previous_state[state_idx]:
             return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
         held: Tensor = self.conv_states[state_idx]  # type: ignore[assignment]
@@ -290,8 +290,8 @@ class RecurrentCacheLayer(LinearAttentionLayer):
 
 
 class StateSlots:
-    """The recurrent states of S sequences in slots, for decode steps: for each layer `journals` [S, R, W] and `states` [S,
-    H, K, V]. They are reallocated when more sequences come."""
+    """The recurrent states of S sequences, in a slot each, for decode steps: `journals` [S, R, W] of recent rows and
+    `states` [S, H, K, V] for each layer. They are reallocated when more sequences come."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self._modules = modules
@@ -299,8 +299,8 @@ class StateSlots:
         self.owners = list[Callable[[], Any]]()  # of each slot the sequence's first layer, or None
 
     def begin_step(self, layers: Sequence[RecurrentCacheLayer], count: int) -> tuple[int, int, int, int]:
-        """Begin a decode step of `count` rows of the sequence with cache layers `layers`, which gets a slot if it has none;
-        return its row of `bounds` of `deltanet_rows`."""
+        """Begin a decode step of `count` rows of the sequence with cache layers `layers`, and give it a slot if it has none;
+        return its row of `StepStates.bounds`."""
         held = [one() for one in self.owners]
         number = held.index(layers[0]) if layers[0] in held else None
         if number is None or any(one.slots is not self for one in layers):
@@ -313,7 +313,7 @@ class StateSlots:
         return told
 
     def journals_and_states(self) -> list[tuple[Tensor, Tensor]]:
-        """(Journals, recurrent states) of all slots, for each layer."""
+        """Return (journals, recurrent states) of all slots, for each layer."""
         return list(zip(self.journals, self.states, strict=True))
 
     @torch.inference_mode(False)
@@ -346,7 +346,7 @@ def restore_states_on_error(layers: Iterable[RecurrentCacheLayer]) -> Iterator[N
 
 
 def deltanet_weights(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """The weights of a Gated DeltaNet that `deltanet_rows` takes: convolution, decay, time-step bias, norm weight, eps."""
+    """Return the weights of a Gated DeltaNet for `deltanet_rows`: convolution, decay, time-step bias, norm weight, eps."""
     own = module.conv1d.weight[:, 0], module.A_log, module.dt_bias, module.norm.weight
     return *own, module.norm.variance_epsilon
 
@@ -354,8 +354,8 @@ def deltanet_weights(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float
 def record_input(
     module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of a Gated DeltaNet module: records its input in its `RecurrentCacheLayer`, and gives it the paths of
-    a tree. Without `kwargs` torch calls a hook that was removed while the module's hooks ran."""
+    """Forward pre-hook of a Gated DeltaNet module: record its input in its `RecurrentCacheLayer`; if it is a draft tree, run
+    the tree's paths instead. Without `kwargs` torch calls a hook that was removed while the module's hooks ran."""
     cache = kwargs.get("cache_params")
     layer = None if cache is None else cache.layers[module.layer_idx]
     if not isinstance(layer, RecurrentCacheLayer):
@@ -376,7 +376,7 @@ def hook_inputs(hooks: Hooks, modules: Collection[nn.Module]) -> None:
 
 
 def make_rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:
-    """A transformers `DynamicCache` for the plain `model` whose recurrent layers `states` can be rolled back."""
+    """Make a transformers `DynamicCache` for the plain `model` in which the recurrent layers `states` can be rolled back."""
     cache: Any = DynamicCache(config=model.config)  # type: ignore[arg-type]
     cache.states = {number: RecurrentCacheLayer(module) for number, module in states.items()}
     for number, state in cache.states.items():
@@ -388,8 +388,8 @@ def make_rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> An
 
 
 def close_hooks_in_finalizer(close: Callable[[], None]) -> None:
-    """Close shared hooks in a finalizer. It waits for nobody, as a collection may run it in an import that the thread which
-    changes hooks waits for: then a thread of its own closes them."""
+    """Call `close`, which removes shared hooks, in a finalizer without waiting for `hooks_lock`: its holder may wait for an
+    import in which this finalizer runs. If the lock is taken, a new thread calls `close`."""
     if not (lock := install.hooks_lock).acquire(blocking=False):
         start_new_thread(close, ())
         return

@@ -1,5 +1,5 @@
-"""Short sessions of a model at two depths, which tell `costs.py` what kernels' rates do not: what the host does in a
-pass and beside it, and what a first question makes.
+"""Times short sessions of a model at two depths, to find costs that `costs.py` cannot predict from kernel rates: host time
+within and between passes, and what the first questions take beyond later ones.
 
 The model's own layers are run with random weights; what a session takes beyond the prediction at both depths and at two
 lengths of video gives a `MeasuredOverhead`, which is kept on disk for this device, model and frame size.
@@ -49,8 +49,12 @@ QUESTION = "What happens in the video?"
 
 @dataclass(frozen=True)
 class RunTimings:
-    """Measured seconds: `read_s` to read the video (of a `generate` call, up to its first token); `asked`: for each
-    question, to the first token and per token after it. `step_tokens`: tokens per step of the model."""
+    """Measured times of a run.
+
+    read_s       seconds to read the video (of a `generate` call, up to its first token)
+    asked        for each question: seconds to the first token, and per token after it
+    step_tokens  tokens that a step of the model gives on average
+    """
 
     read_s: float
     asked: tuple[tuple[float, float], ...]
@@ -71,8 +75,8 @@ def run_and_time(
     fps: float = RATE,
     clock: Callable[[], float] = time.perf_counter,
 ) -> RunTimings:
-    """Read the frames `film` and answer all questions, as `costs.predict_cost` takes them; every answer has ``work.answer``
-    tokens."""
+    """Read the frames `film` and answer ``work.questions`` times, each in ``work.answer`` tokens; return the measured times.
+    It calls `generate` or opens a session, whichever `costs.predict_cost` assumes."""
     if not costs.needs_video_session(recipe, work):
         inputs = processor.chat(question, videos=film, fps=fps, device=model.device)
         with accelerate(model, recipe) as fast, torch.no_grad():
@@ -123,11 +127,11 @@ def with_measured_overheads(
     clock: Callable[[], float] = time.perf_counter,
     say: Callable[[str], None] = lambda text: None,
 ) -> rates.DeviceRates:
-    """`device` with the `MeasuredOverhead` of each of `recipes` for `work`, from `store`, or measured now and stored there.
+    """Return `device` with the `MeasuredOverhead` of each of `recipes` for `work`: from `store`, or measured now and stored.
 
-    `model` as `sizes_of` takes it, for frames of (height, width). Nothing is measured of recipes with a draft model, whose
-    `MeasuredOverhead` is that of the same recipe without it, nor where that would take more than `LIMIT_S` or the memory
-    free.
+    `model`: a name or model, as `recommend.model_sizes_of` takes it, for frames of `size` (height, width). A recipe with a
+    draft model has the overhead of the same recipe without it. What would take more than `LIMIT_S`, or more memory than is
+    free, is not measured.
     """
     kept = rates.OverheadFile(place, sizes, f"sessions of {DEPTHS} layers", store)
     found, missing = dict(device.sessions), dict[str, Recipe]()

@@ -26,7 +26,7 @@ from mmaccel.models.prompt_layout import Inputs, remove_padding, slice_inputs
 
 
 class HFRunner(Runner):
-    """A `Runner` on a transformers cache: ours on an accelerated model, a `DynamicCache` on a plain one. Batch size 1.
+    """A `Runner` on a transformers cache: `KVCache` on an accelerated model, `DynamicCache` on a plain one. Batch size 1.
 
     It runs without gradients, whose graph would keep all activations alive.
     """
@@ -43,7 +43,7 @@ class HFRunner(Runner):
 
     @staticmethod
     def open(model: nn.Module, family: Any, state: KVState | None = None) -> HFRunner:
-        """A runner for a new sequence; `state` replaces the recipe's KV memory and needs an accelerated model."""
+        """Return a runner for a new sequence; `state` replaces the recipe's KV memory and needs an accelerated model."""
         from mmaccel.models.attention import wrap_kv_cache
 
         owner = attached(model)
@@ -190,12 +190,12 @@ class HFRunner(Runner):
         self.cache.sequence = Columns(layout, torch.full((1, 1), self.delta, device=positions.device))
 
     def count_decoded_tokens(self, count: int) -> None:
-        """Record that a step of `count` rows wrote to this runner's KV memory without a call of `step`."""
+        """Record that a batched step wrote `count` rows to this runner's KV memory without a call of `step`."""
         self._last = count
         self.memory().record_written(count)
 
     def memory(self) -> KVState:
-        """The KV memory that CUDA-graph steps write to: the cache's own, or a new one that takes over a `DynamicCache`."""
+        """Return the KV memory that CUDA-graph steps write to: the cache's own, or one that takes over a `DynamicCache`."""
         if (state := getattr(self.cache, "state", None)) is not None:
             return state  # type: ignore[no-any-return]
         if self._moved is None:
@@ -220,7 +220,7 @@ class HFRunner(Runner):
         layer.keys, layer.values = view.key, view.value
 
     def sync_cache(self) -> None:
-        """Bring the transformers cache up to date, as if the model itself had processed all tokens."""
+        """Update the transformers cache to all tokens so far, as if the model itself had processed them."""
         if self._moved is not None:
             for number, layer in enumerate(self._attended()):
                 self._show(number, layer)
@@ -257,7 +257,7 @@ class HFRunner(Runner):
 
 
 def open_runner(model: nn.Module, family: Any, cache: Any) -> HFRunner:
-    """A runner of `model` on `cache`, with CUDA-graph decode steps if `decode.can_capture_decode` them."""
+    """Return a runner of `model` on `cache`, with CUDA-graph decode steps if `decode.can_capture_decode` allows them."""
     return HFRunner(
         model, family, cache, decode.ROWS if decode.can_capture_decode(model, family, cache) else ()
     )

@@ -1,4 +1,4 @@
-"""The recurrent states (Gated DeltaNet) that a stream carries beside its memory of keys and values."""
+"""The recurrent states (Gated DeltaNet) that a stream keeps beside its KV memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = "running conv", "running state"
 
 
 class StreamRecurrentStates(RunningStates):
-    """The recurrent states of one stream, by layer index, on the model of `passes`."""
+    """The recurrent states of one stream, by layer index; `passes` are the `StreamForwardPasses` that run its model."""
 
     def __init__(self, passes: Any, modules: Mapping[int, nn.Module]) -> None:
         self.states = {number: RecurrentCacheLayer(module) for number, module in modules.items()}

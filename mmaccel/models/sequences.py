@@ -38,9 +38,9 @@ draft asks about tokens that are refused, too, and about the same place twice.""
 
 
 class CachedDraftState:
-    """What a conversation's cache keeps of its draft between two turns: the draft's state, and the attention that its pruner
-    read. Copies of the cache share it: each turn rolls the draft back to the prefix shared with the last one, so that one
-    draft serves all."""
+    """What a conversation's cache stores of its draft between two turns: the draft's state, and the target's hidden states
+    that the draft's pruner read (`heard`). Copies of the cache share it: each turn rolls the draft back to the prefix that
+    it shares with the last turn, so that one draft serves all copies."""
 
     def __init__(
         self,
@@ -58,30 +58,31 @@ class CachedDraftState:
 
     @staticmethod
     def from_cache(cache: Any, choice: DraftStrategy) -> CachedDraftState:
-        """The `CachedDraftState` stored with `cache`, or an empty one if there is none or it belongs to another draft."""
+        """Return the `CachedDraftState` stored with `cache`, or an empty one if there is none or it is another draft's."""
         held = getattr(cache, TURN, None)
         return (
             held if isinstance(held, CachedDraftState) and held.choice == choice else CachedDraftState(choice)
         )
 
     def pop_state(self) -> Any:
-        """Take the draft's stored state out for one call; a call that runs beside it finds none."""
+        """Return the draft's stored state and clear it here, so that a concurrent call cannot use it too."""
         state, self.state = self.state, None
         return state
 
     def store_state(self, cache: Any, state: Any, heard: Mapping[int, Tensor] | None) -> None:
-        """Store the draft's `state` with `cache`, at the end of a turn, for the next one."""
+        """Store the draft's `state` and what its pruner read (`heard`) with `cache`, at the end of a turn, for the next
+        one."""
         self.state, self.heard = state, heard or self.heard
         setattr(cache, TURN, self)
 
 
 class StreamCache(Cache):
-    """The `past_key_values` of a call on a memory of streams: what the call read of the images and videos of its prompt, for
-    the accelerated model that returned it.
+    """The `past_key_values` of a `generate` call under a KV policy for streams: its KV memory, which has read the images and
+    videos of the call's prompt. Only the accelerated model that returned it can use it.
 
-    A later prompt is the whole conversation, with the pixels left out. It begins with the same tokens up to the last image
-    or video; what follows is its question, by which the memory recalls anew. No call changes the memory, so that several
-    conversations may part from one cache. It is freed by `close`, or when nothing holds the cache any more.
+    A later prompt is the whole conversation, with the pixels left out. It must begin with the same tokens up to the last
+    image or video. What follows them is a new question, for which the memory retrieves frames again. No call changes the
+    memory, so several conversations may branch from one cache. It is freed by `close`, or by garbage collection.
 
     prompt, live  the `PromptStreamModel` and its `StreamRunner`; None once it is closed
     ids    [1, n] of the last conversation, prompt and answer, as far as they were run
@@ -105,7 +106,7 @@ class StreamCache(Cache):
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Context of a call; raises `ModelError` within another."""
+        """Context of a call on this cache; raises `ModelError` if another call is running."""
         if not self._call.acquire(blocking=False):
             raise ModelError("past_key_values: another call is at work on it; wait until that has ended.")
         try:
@@ -114,20 +115,20 @@ class StreamCache(Cache):
             self._call.release()
 
     def close(self) -> None:
-        """Free the memory; a second call does nothing. Raises `ModelError` while a call is at work on it."""
+        """Free the memory; a second call does nothing. Raises `ModelError` while a call is running on it."""
         with self.at_work():
             live, self.prompt, self.live = self.live, None, None
             if self._free.detach() is not None:
                 live.close()
 
     def counters_since_last_call(self, now: Mapping[str, float]) -> dict[str, float]:
-        """Return the memory's counters `now`, at the end of a call, with the events since the last one's."""
+        """Return the memory's counters `now`, with counts of events reduced to the events since the last call ended."""
         before, self._counted = self._counted, now
         return counters_since(before, now)
 
     def begin_turn(self, attachment: ModelAttachment, inputs: Mapping[str, Any]) -> None:
-        """Go back to what the prompt `inputs` has in common with the last conversation. Raises `ModelError` for one that
-        cannot go on from this cache."""
+        """Roll back to the prefix that the prompt `inputs` shares with the last conversation. Raises `ModelError` for a
+        prompt that cannot continue from this cache."""
         if self._attachment is not attachment:
             raise ModelError(
                 "past_key_values: another accelerated model returned it; give it to that one, or leave it out."
@@ -160,7 +161,7 @@ class StreamCache(Cache):
         self.record_turn(ids[:, :same])
 
     def record_turn(self, ids: Tensor) -> None:
-        """Note that the conversation has come to `ids` [1, n], from where the next call may go on."""
+        """Record that the conversation now has the tokens `ids` [1, n], from which the next call may continue."""
         layout = self.prompt.layout.select_tokens(slice(0, ids.shape[1]))
         layout = layout.extend(ids.shape[1] - layout.length)
         self.ids, self.lasts = ids, True
@@ -184,12 +185,12 @@ class StreamCache(Cache):
 
 
 def cache_length(cache: Any) -> int:
-    """Number of tokens in `cache`; 0 for None."""
+    """Return the number of tokens in `cache`; 0 for None."""
     return 0 if cache is None else int(cache.get_seq_length())
 
 
 def unpadded_cache_layout(attachment: ModelAttachment, cache: Any) -> Columns | None:
-    """Layout of the tokens in `cache`, if it holds one sequence without padding that is known; else None."""
+    """Return the layout of the tokens in `cache`, if it is known and holds one sequence without padding; else None."""
     found, past = attachment.cached_columns(cache), cache_length(cache)
     if found is None or found.layout.batch != 1 or found.layout.length < past:
         return None
@@ -198,7 +199,7 @@ def unpadded_cache_layout(attachment: ModelAttachment, cache: Any) -> Columns | 
 
 
 def why_draft_skipped(attachment: ModelAttachment, kwargs: Mapping[str, Any], count: int) -> str | None:
-    """Why a call of `count` sequences on a filled cache runs without the draft; None if it drafts."""
+    """Return why a call of `count` sequences on a filled cache runs without the draft; None if the draft runs."""
     cache, ids, mask = kwargs["past_key_values"], kwargs.get("input_ids"), kwargs.get("attention_mask")
     if count > 1:
         return "past_key_values is of several sequences, and it reads one at a time"
@@ -261,7 +262,8 @@ def _tiles(family: Any, inputs: Mapping[str, Any], layout: TokenLayout, count: i
 def allowed_tokens_for_sequence(
     allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor
 ) -> Any:
-    """Adapter of `prefix_allowed_tokens_fn` for a batch that is decoded one by one: passes the sequence's true `number`."""
+    """Adapter of `prefix_allowed_tokens_fn` for a batch decoded one sequence at a time: passes the sequence's `number` in
+    the batch, where transformers passes 0."""
     return allowed(number, ids)
 
 

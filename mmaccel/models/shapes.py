@@ -49,7 +49,7 @@ SHAPES: dict[str, PublishedModelConfig] = {
 
 
 def model_config(name: str, layers: int | None = None, vision_layers: int | None = None) -> Any:
-    """The transformers config of a named shape; `layers` and `vision_layers` reduce the depth.
+    """Make the transformers config of a published shape; `layers` and `vision_layers` reduce the depth.
 
     Raises `UnknownName` for an unknown shape and `ModelError` for an invalid depth.
     """
@@ -72,7 +72,7 @@ def model_config(name: str, layers: int | None = None, vision_layers: int | None
 
 
 def count_patches_and_tokens(name: str, height: int, width: int) -> tuple[int, int]:
-    """Numbers of patches and tokens of one time step (one frame, or two for Qwen and GLM) of (height, width) in a shape."""
+    """Return the numbers of patches and of visual tokens of a time step (one frame, or two for Qwen and GLM) in a model."""
     if (family := SHAPES[name].family) == "llava_onevision":  # resized to 384 x 384, pooled two by two
         return 27 * 27, 14 * 14
     if family == "internvl":  # resized to 448 x 448

@@ -1,4 +1,4 @@
-"""Facts from a model's attention weights: their checksum, and which heads this process holds under tensor parallelism."""
+"""Facts from a model's weights: checksums, and which attention heads this process holds under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SAMPLED = 1024
 
 
 def checksum(model: nn.Module, attentions: Iterable[Any]) -> str | None:
-    """Checksum of the query and key projections; None if one is not a floating-point matrix (quantized), or if the model is
-    sharded over processes."""
+    """Compute a checksum of the query and key projections; None if one is not a floating-point matrix (quantized), or if the
+    model is sharded over processes."""
     if tensor_parallel_size(model) > 1:
         return None
     found = hashlib.sha256()
@@ -37,7 +37,7 @@ def checksum(model: nn.Module, attentions: Iterable[Any]) -> str | None:
 
 
 def local_heads(model: nn.Module, heads: int) -> range:
-    """Indices, among `heads` heads, of those that this process computes."""
+    """Return the indices, among `heads` heads, of those that this process computes."""
     shards = tensor_parallel_size(model)
     if shards == 1:
         return range(heads)
@@ -52,7 +52,7 @@ def local_heads(model: nn.Module, heads: int) -> range:
 
 
 def weights_checksum(model: nn.Module) -> str:
-    """Checksum of all weights, from a sample of each."""
+    """Compute a checksum of all weights, from a sample of each."""
     marks = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         flat = _weight(model, name, tensor).detach().flatten()

@@ -21,7 +21,7 @@ INSTALL = "`pip install mmaccel-lab`, or `make install` in a checkout"
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a tiny model, in `from_pretrained` layout.
+    """Return the folder of a tiny model, in `from_pretrained` layout.
 
     Raises `ModelError` for an unknown name, if mmaccel-lab is not installed, or if its weights are missing.
     """

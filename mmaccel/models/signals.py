@@ -1,5 +1,5 @@
-"""Signals that token pruners read during a prefill: hidden states between layers, the text's attention to visual tokens, and
-attention in the vision tower."""
+"""Reads what token pruners score tokens by, during a prefill: hidden states between layers, the text's attention to visual
+tokens, and attention in the vision tower."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class HiddenStateHook(PrefillHook):
 
 
 def hook_hidden_states(hooks: Hooks, layers: Sequence[nn.Module], *pruners: TokenPruner) -> None:
-    """Install an `HiddenStateHook` for each hidden state that the draft's `pruners` read."""
+    """Install a `HiddenStateHook` for each layer whose hidden states the draft's `pruners` read."""
     wanted = {
         index for pruner in pruners for stage in pruner.pruning_stages(len(layers)) for index in stage.hidden
     }
@@ -72,19 +72,19 @@ def hook_hidden_states(hooks: Hooks, layers: Sequence[nn.Module], *pruners: Toke
 
 
 class DraftPruningProbe(ForwardProbe):
-    """Collects the signals that a draft's pruner needs from the target's prefill, and reports once which tokens to keep.
+    """Reads hidden states and attention in the target's prefill, by which a draft's pruner chooses the tokens of its prompt.
 
     The prompt may come in several passes (chunks; video, then text). `on_kept` is called once with the kept columns [n], as
     soon as the last layer that the pruner reads has seen the last token, while later layers still run.
 
     If the target's own prompt is pruned during the prefill, its layers hold fewer tokens. The draft's pruner then chooses
-    among tokens that all layers it reads hold, so a token dropped by the target is dropped from the draft too. Its share
-    still counts all video tokens of the prompt.
+    among tokens that all layers it reads hold, so a token dropped by the target is dropped from the draft too. The share
+    that it keeps is still one of all video tokens of the prompt.
 
-    layout  of the whole prompt, one sequence; in a later turn, of the whole conversation, whose last columns are `new`
-    heard   signals of the previous turn (`states`)
+    layout  token layout of the prompt, one sequence; in a later turn, of the conversation, whose last columns are `new`
+    heard   hidden states that the probe of the previous turn read (its `states`)
     lasts   whether another turn may follow, for which `states` are kept
-    fail    called once with an error, after which the prefill goes on without signals; None: the prefill raises it
+    fail    called once with an error, after which the prefill continues unread; None: the prefill raises it
     """
 
     def __init__(
@@ -231,7 +231,8 @@ class DraftPruningProbe(ForwardProbe):
 
 
 class VisionScorer(ABC):
-    """Reads a family's vision tower for pruners: the attention that each visual token receives there, and its key vector.
+    """Scores visual tokens inside a family's vision tower for token pruners: the attention that each token receives there,
+    and its key vector.
 
     attention  the attention module whose input is given to `measure_patches`
     """
@@ -243,17 +244,17 @@ class VisionScorer(ABC):
 
     @abstractmethod
     def measure_patches(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """Compute for each patch, from the input `hidden` of the module `attention`, the attention it receives and its key:
+        """Compute the attention that each patch receives, and its key, from the input `hidden` of the module `attention`:
         [..., patches, 1 + D], attention first."""
 
     @abstractmethod
     def to_tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
-        """Reduce the patches of one tower call to visual tokens: received attention and key of each, [n, 1 + D]. kind: IMAGE
-        or VIDEO; `caught` holds the results of `measure_patches`, `given` the call's arguments."""
+        """Reduce the patches of one tower call to visual tokens; return received attention and key of each token, [n, 1 +
+        D]. kind: IMAGE or VIDEO; `caught` holds the results of `measure_patches`, `given` the call's arguments."""
 
 
 def reads_vision_tower(pruner: TokenPruner) -> bool:
-    """Return whether `pruner` needs a `VisionAttentionProbe`."""
+    """Return whether `pruner` scores tokens by the vision tower, which needs a `VisionAttentionProbe`."""
     return bool(pruner.needs & {"vision_attention", "vision_key"})
 
 
@@ -265,7 +266,7 @@ def vision_scorer_of(family: Any, model: Any) -> type[VisionScorer] | None:
 
 
 def check_vision_tower(family: Any, model: Any, pruner: TokenPruner) -> None:
-    """Raise `RecipeError` if `pruner` needs the vision tower of `model` and nothing reads it."""
+    """Raise `RecipeError` if `pruner` needs scores from the vision tower of `model` and its family has no `VisionScorer`."""
     if reads_vision_tower(pruner) and vision_scorer_of(family, model) is None:
         raise RecipeError(
             f"prune {pruner.name!r}: mmaccel cannot read the vision tower of {model.config.model_type}; choose a pruner "
@@ -315,7 +316,7 @@ class VisionAttentionProbe:
             caught.append(self.tower.measure_patches(args[0] if args else kwargs["hidden_states"], kwargs))
 
     def pop_signals(self, layout: TokenLayout) -> dict[str, Tensor]:
-        """Return and clear the last prompt's `vision_attention` [S] and `vision_key` [S, D] from the vision tower."""
+        """Return and clear the last prompt's `vision_attention` [S] and `vision_key` [S, D], read in the vision tower."""
         tokens: dict[int, Tensor] = self.local.__dict__.pop("tokens", {})
         whole: Tensor | None = None
         for kind in self._kinds:
@@ -335,8 +336,8 @@ class VisionAttentionProbe:
 
 
 def mean_received_attention(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Attention that each of the P patches of n frames receives, [n, P], averaged over heads and queries; query and key are
-    [n, H, P, D]. At most `SCORES` scores are in memory at a time (at least one frame)."""
+    """Compute the attention that each of the P patches of n frames receives, [n, P], averaged over heads and queries; query
+    and key are [n, H, P, D]. At most `SCORES` scores are in memory at a time (at least one frame)."""
     each = query.shape[1] * query.shape[2] ** 2
     some = max(1, SCORES // max(each, 1))
     return torch.cat(

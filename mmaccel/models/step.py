@@ -69,15 +69,15 @@ def capture_answer_step(stream: Any, state: StreamState, running: Any) -> None:
 
 
 class CapturedVisionTower:
-    """Runs the vision tower on one or two frames as one CUDA graph, as the host takes longer to launch so little work than
-    the device to do it. For families whose tower needs nothing but pixels (`Family.pixels_alone`)."""
+    """Runs the vision tower on one or two frames as one CUDA graph, since launching so little work takes the host longer
+    than the device computes. For families whose tower needs nothing but pixels (`Family.pixels_alone`)."""
 
     def __init__(self, model: nn.Module, family: Any) -> None:
         self._model, self._family, self._replays = model, family, CudaGraphCache(home_device(model))
         self._watched: ModuleFingerprint | None = None
 
     def features(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        """What `Family.encode_frames` gives for `inputs`; None where the modules must be called: more frames, hooks,
+        """Return what `Family.encode_frames` returns for `inputs`; None where the graph cannot be used: more frames, hooks,
         autocast, a tower on another device, or modules whose `forward` was replaced."""
         ((name, pixels), *more), family = inputs.items(), self._family
         if more or not family.pixels_alone or math.prod(pixels.shape[:-3]) > FRAMES:
@@ -102,8 +102,8 @@ class CapturedVisionTower:
 
 
 class CapturedStreamSteps:
-    """Questions and answers of a stream by CUDA graphs: for a question one graph for the layers between two retrievals, for
-    an answer, which retrieves nothing, one graph for all layers."""
+    """Runs questions to a stream, and answers, by CUDA graphs. A question has one graph for the layers between two
+    retrievals of its KV memory; an answer retrieves nothing and has one graph for all layers."""
 
     def __init__(self, model: nn.Module, family: Any) -> None:
         self.model, self._family = model, family
@@ -120,15 +120,15 @@ class CapturedStreamSteps:
         self._sides, self._lie = list[ref[Tensor]](), tuple[Any, ...]()
 
     def close(self) -> None:
-        """Let go of what was captured."""
+        """Free the captured CUDA graphs."""
         self._replays, self.tower = (
             CudaGraphCache(home_device(self.model)),
             CapturedVisionTower(self.model, self._family),
         )
 
     def can_run_fused(self, rows: Tensor, again: bool = False) -> bool:
-        """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.can_fuse_layers` accepts, on their
-        device, no hooks. `again`: the rows continue an answer, whose layers were checked at its first step."""
+        """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.can_fuse_layers` accepts, on the
+        device of the rows, no hooks. `again`: the rows continue an answer, whose layers were checked at its first step."""
         self._sure = self._sure and again
         if len(rows) > WIDTHS[-1] or self._sure:
             return len(rows) <= WIDTHS[-1]
@@ -157,7 +157,7 @@ class CapturedStreamSteps:
         self._state_slots = StateSlots(states) if states else None
 
     def invalidate_layer_check(self) -> None:
-        """Mark the layers as unchecked, since the next pass is no answer; the next `can_run_fused` checks them again."""
+        """Mark the layers as unchecked, before a pass that is no answer step; the next `can_run_fused` checks them again."""
         self._sure, self._sides, self._lie = False, [], ()
 
     def run_captured_step(
@@ -168,7 +168,8 @@ class CapturedStreamSteps:
         slots: list[CacheSlot] | None = None,
         running: Any = None,
     ) -> Tensor:
-        """Final hidden states [n, E] of `embeds` [n, E], as in `StreamModel.run_layers`; `slots`: those of all layers."""
+        """Return final hidden states [n, E] of `embeds` [n, E], as `StreamModel.run_layers`. `slots`: the `CacheSlot` of
+        each layer, if one graph can run all layers (an answer); None: a graph for each part of the layers (a question)."""
         # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
         self._replays.set_data_place(self._watched)
         states: list[RecurrentCacheLayer] = [] if running is None else [*running.states.values()]
@@ -192,7 +193,7 @@ class CapturedStreamSteps:
         return None if self._state_slots is None else len(self._state_slots.owners)
 
     def run_batched_answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
-        """Final hidden states [n, E] of answers on several streams, in one step; and the errors of failed ones, by index."""
+        """Return final hidden states [n, E] of several streams' answers, run as one step, and the errors of failed ones."""
         errors = dict[int, Exception]()
         for seat, (run, count, _) in enumerate(passes):
             with _noted(errors, seat):
@@ -302,7 +303,7 @@ class CapturedStreamSteps:
         return list(angles.values()), begins, turned, wrote, at
 
     def is_captured(self, slots: list[CacheSlot] | None) -> bool:
-        """Whether an answer's step of one row is already captured as a CUDA graph; `slots` as in `run`."""
+        """Whether an answer's step of one row is captured as a CUDA graph already; `slots` as in `run_captured_step`."""
         self._replays.set_data_place(self._watched)
         if slots is not None:
             return self._replays.is_captured(("answer", 1), self._named(slots)[-1])

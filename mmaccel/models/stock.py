@@ -29,7 +29,7 @@ TEXT = -1
 class HFProcessor(Processor):
     """A transformers processor (`stock`) with the methods of `Processor`, also for families without a `ProcessorSpec`.
 
-    `image`, `video` and `extra` are None where the family has no style.
+    `image`, `video` and `extra` (settings) are None for a family without a `ProcessorSpec`.
     """
 
     def __init__(self, stock: Any, model_type: str, *, special_tokens: bool = True) -> None:

@@ -46,8 +46,8 @@ from mmaccel.models.token_choice import build_token_choice
 
 
 class StreamForwardPasses:
-    """The part of a stream's model that needs no processor; sessions and `generate` prompts share it. `attachment`: the
-    recipe attached to the model, if this stream belongs to it; a pass under another recipe raises."""
+    """Forward passes of a stream's model, which need no processor; sessions and `generate` prompts share them. `attachment`:
+    the recipe attached to the model, if this stream belongs to it; a pass under another recipe raises."""
 
     pruned_per_unit: int | None = None
     text_around_unit: tuple[int, int] = (0, 0)
@@ -75,8 +75,8 @@ class StreamForwardPasses:
         return step.CapturedStreamSteps(self.model, self.family)
 
     def encode_prompt_video(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
-        """Encode a video's `inputs`, `units` time steps of `unit` tokens: features [n, P, E] of the stream's units (time
-        steps, or what the recipe's pruner keeps of each group of them), and [m, E] of separator tokens at the end."""
+        """Encode a video's `inputs`, `units` time steps of `unit` tokens. Return features [n, P, E] of the stream's units
+        (time steps, or what the recipe's pruner keeps of each group of them), and [m, E] of separator tokens at the end."""
         with self.hold_model(), tower_batched(self.family, self.model, fuse=False), Hooks() as hooks:
             listens = self.frame_pruner and reads_vision_tower(self.frame_pruner)
             vision = VisionAttentionProbe(hooks, self.model, self.family) if listens else None
@@ -381,7 +381,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
     def prompt(
         self, frames: Tensor, fps: float | None, times: Sequence[float], tail: Sequence[int]
     ) -> dict[str, Any]:
-        """The model inputs of the prompt that equals a stream of `frames` shown at `times`, followed by the ids `tail`."""
+        """Return the model inputs of the prompt that equals a stream of `frames` shown at `times`, then the ids `tail`."""
         inputs = self.processor(
             self.processor.video_token, videos=[frames], fps=fps, add_special_tokens=False, device=self.device
         )

@@ -32,7 +32,7 @@ STATES = 12
 
 
 def processor_frame_budget(processor: Any) -> VideoBudget:
-    """The family's default `VideoBudget`, updated by the video settings in the model's own folder."""
+    """Return the family's default `VideoBudget`, updated by the video settings in the model's own folder."""
     known = VideoBudget() if processor.style is None else processor.style.budget
     settings = processor.stock.video_processor if processor.video is None else processor.video
     fps, number, least, most = (
@@ -61,8 +61,8 @@ def budgeted_frame_size(processor: Any, frames: int, height: int, width: int) ->
 
 
 def warn_tiny_model_video(processor: Any, path: Any, device: bool = False) -> None:
-    """Warn, once per processor of a tiny model, that it understands only videos of `mmaccel-lab world`. Not if there is no
-    file `path`, which the reader refuses, unless it names a `device`."""
+    """Warn, once for each processor, that a tiny model understands only videos of `mmaccel-lab world`. No warning if there
+    is no file `path`, since the reader raises then. `device`: `path` names a camera, not a file."""
     from mmaccel.media.address import is_url
     from mmaccel.media.reader import read_metadata_comment
 
@@ -83,7 +83,7 @@ def read_sampled_video(
     **how: Any,
 ) -> Video:
     """Read a video file: at `fps`, or `frames` evenly spaced ones, or by the model's default budget; at most `max_frames`.
-    `how` goes to `media.read`."""
+    `how` are further arguments of `media.read`."""
     from mmaccel import media
     from mmaccel.media import preprocess
 
@@ -124,10 +124,10 @@ def read_prompt_video(
 def max_frames_that_fit(
     processor: Any, model: nn.Module, path: str | os.PathLike[str], recipe: Recipe | None = None
 ) -> tuple[int, str]:
-    """Compute how many frames of a file fit under `recipe` (None: the attached one), and a sentence that names the limit:
-    the model's positions, its device's memory, or the file's length.
+    """Return how many frames of a file fit under `recipe` (None: the attached one), and a sentence that names the limit: the
+    model's positions, its device's memory, or the file's length.
 
-    Frames have the size that they have by default. Raises `VideoError` for a source of unknown length.
+    Frames are taken to have their default size. Raises `VideoError` for a source of unknown length.
     """
     from mmaccel.media.reader import video_metadata
 

@@ -65,7 +65,7 @@ class TinyModels:
         self.family, self.kind = family, kind
 
     def config(self, layers: int | None = None, hidden: int | None = None) -> Any:
-        """Config of a tiny model, optionally with this number of layers and hidden size."""
+        """Return the config of a tiny model, optionally with this number of layers and hidden size."""
         form: Any = self.kind.config_class
         if form.model_type not in self.family.tiny:
             raise ModelError(
@@ -93,7 +93,7 @@ class TinyModels:
         return made  # type: ignore[no-any-return]
 
     def prompt(self, config: Any, pieces: Pieces, seed: int = 0) -> dict[str, Tensor]:
-        """Inputs of one sequence of text, image and video `pieces`, for a model of `config`."""
+        """Make the inputs of one sequence of text, image and video `pieces`, for a model of `config`."""
         family, generator = self.family, torch.Generator().manual_seed(seed)
         ids: list[int] = []
         found: dict[str, list[Tensor]] = {}
@@ -115,7 +115,7 @@ class TinyModels:
         return family.complete_tiny_inputs(config, made)  # type: ignore[no-any-return]
 
     def processor(self, config: Any) -> Any:
-        """A test processor for a model of `config`, as sessions need one."""
+        """Return a test processor for a model of `config`, for tests of video sessions."""
         from mmaccel.models.letters import CharProcessor
 
         return CharProcessor(self.family, config, WORDS)

@@ -1,4 +1,4 @@
-"""One decode step for several sequences on one model, each with the KV buffers of its own memory.
+"""One decode step for several sequences on one model, each with its own KV buffers.
 
 Projections run on all rows at once; each sequence attends to its own cache. Buffer addresses, lengths and positions are
 numbers in device tensors. So on CUDA a step is captured once for each number of sequences and rows, and the same graph
@@ -33,7 +33,7 @@ PLACES = 4096
 
 
 def why_not_batchable(model: nn.Module, family: Any, cache: Any) -> str | None:
-    """Why decode steps of `model` on `cache` cannot be batched with other sequences, as a phrase; None if they can."""
+    """Return why decode steps of `model` on `cache` cannot be batched with other sequences', as a phrase, or None."""
     state = getattr(cache, "state", None)
     if isinstance(state, PrunedKVState):
         return "its prompt is pruned, and each layer has columns of its own"
@@ -50,8 +50,8 @@ def why_not_batchable(model: nn.Module, family: Any, cache: Any) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class KVBufferAddresses:
-    """Where the KV memory `state` of a sequence lies in memory. `pairs`: keys and values of each layer, `capacity` tokens
-    each; `table` [L, 4] long on the host, as in `SeparateKVCaches` but with addresses counted from 0."""
+    """Memory addresses of the KV buffers of one sequence, whose memory is `state`. `pairs`: keys and values of each layer,
+    `capacity` tokens each; `table` [L, 4] long on the host, as in `SeparateKVCaches` but with addresses counted from 0."""
 
     state: KVState
     pairs: Buffers
@@ -76,7 +76,7 @@ def _places(pair: tuple[Tensor, Tensor]) -> list[int]:
 
 
 class BatchedDecodeSteps:
-    """Batched decode steps of runners whose models share their weights; see `Runner.together`.
+    """Decode steps shared by runners whose models share their weights; see `Runner.together`.
 
     Padding rows, of short sequences or missing ones, write to slots that are never read.
     """
@@ -96,7 +96,7 @@ class BatchedDecodeSteps:
 
     @staticmethod
     def of(runner: Any, known: Sequence[BatchedDecodeSteps] = ()) -> BatchedDecodeSteps | None:
-        """The batched steps that `runner` can join: one of `known` with the same weights, or new ones; None if it cannot."""
+        """Return shared steps for `runner`: one of `known` with the same weights, or new ones; None if it cannot share."""
         if not isinstance(runner, HFRunner) or why_not_batchable(runner.model, runner.family, runner.cache):
             return None
         weights = _addresses(runner.model)
@@ -243,7 +243,7 @@ def _states(runner: HFRunner) -> list[RecurrentCacheLayer]:
 
 
 def copy_sharing_weights(model: nn.Module) -> nn.Module:
-    """Copy the modules of `model` with shared weights."""
+    """Return a copy of `model` whose modules are new and whose weights are shared."""
     memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo)
 

@@ -43,9 +43,9 @@ WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 def build_token_choice(
     adapter: Any, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool
 ) -> TokenChoice:
-    """Build the logits processors and stopping criteria for up to `most` new tokens after `ids` [1, S], from the arguments
-    of `generate` in `settings`, not from the model's `generation_config`; raises `ModelError`. `drafts`: a draft proposes
-    tokens."""
+    """Build the logits processors and stopping criteria for up to `most` new tokens after `ids` [1, S]. Options are
+    `settings` (arguments of `generate`) alone, not the model's `generation_config`. `drafts`: a draft proposes tokens, so
+    stateful processors are refused. Raises `ModelError`."""
     for name in settings:
         if name not in SETTINGS:
             raise ModelError(
@@ -147,8 +147,8 @@ class JSONSchemaLogitsProcessor(LogitsProcessor):
 def build_schema_logits_processor(
     model: nn.Module, tokenizer: Any, schema: Mapping[str, Any] | str | type, ends: Iterable[int], start: int
 ) -> LogitsProcessor:
-    """Logits processor that makes `model`'s answer, after `start` tokens, JSON by `schema` (a mapping, its JSON text, or a
-    pydantic model class). Raises `ModelError` for an invalid schema, or without llguidance."""
+    """Build the logits processor that makes `model`'s answer, after `start` tokens, JSON by `schema` (a mapping, its JSON
+    text, or a pydantic model class). Raises `ModelError` for an invalid schema, or without llguidance."""
     told = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
     try:
         text = told if isinstance(told, str) else json.dumps(told)
@@ -215,7 +215,7 @@ def _matcher(tokenizer: str, vocabulary: int, ends: tuple[int, ...], schema: str
 
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """End-of-text ids: those of the model's `generation_config`, or else the tokenizer's."""
+    """Return the end-of-text ids: those of the model's `generation_config`, or else the tokenizer's."""
     told: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     told = tokenizer.eos_token_id if told is None else told
     return set(told) if isinstance(told, list | tuple) else {told}

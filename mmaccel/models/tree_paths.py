@@ -1,4 +1,4 @@
-"""Token trees in layers with a recurrent state: each path of a tree is a sequence of its own, from the state before it."""
+"""Draft token trees in layers with a recurrent state: each path of a tree is run as a sequence, from the state before it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mmaccel.core.adapter import Branches
 
 
 class TreePaths(Cache):
-    """The cache of the `recurrent.RecurrentCacheLayer` `layer` for the paths of a tree; the layer's own state stays.
+    """Cache that runs all paths of a draft tree from the state of `layer`, a `RecurrentCacheLayer`, without changing it.
 
-    columns  [b, L] of each path to a leaf its columns of the tree, then others up to one length, which are not read
-    path, place  [n] where in these each of the new rows is
+    columns  [b, L] for each path to a leaf: its rows' indices in the tree, then others up to one length, which are not read
+    path, place  [n] for each new row of the tree: a path that has it, and its place in that path
     """
 
     def __init__(self, layer: Any, branches: Branches) -> None:
@@ -35,7 +35,7 @@ class TreePaths(Cache):
 
 
 def gather_tree(module: Any, args: tuple[Any, ...], kwargs: Any, out: Tensor | None = None) -> Tensor | None:
-    """Forward hook of a Gated DeltaNet module: the outputs [1, n, E] of a tree's rows, from those [b, L, E] of its paths.
-    Without `kwargs` torch calls a hook that was removed while the module's hooks ran."""
+    """Forward hook of a Gated DeltaNet module: gather the outputs [1, n, E] of a tree's rows from those of its paths [b, L,
+    E]. Without `kwargs` torch calls a hook that was removed while the module's hooks ran."""
     paths = kwargs.get("cache_params") if isinstance(kwargs, Mapping) else None
     return out[None, paths.path, paths.place] if isinstance(paths, TreePaths) and out is not None else None

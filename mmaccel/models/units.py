@@ -22,9 +22,9 @@ Around = tuple[list[int], list[int]]
 class TextAroundUnits:
     """The text that a processor writes around each unit (frame, or pair of frames) of a stream, such as its time.
 
-    ids(moment)  token ids before and after a unit. If a separator stands between units, unit 0 gets the last tokens of the
-                 head instead, so that all units have equal length
-    head, tail   token ids of the prompt before and after the video, without those that units took
+    text_ids    returns token ids before and after a unit. If a separator stands between units, unit 0 gets the last tokens
+                of the head instead, so that all units have equal length
+    head, tail  token ids of the prompt before and after the video, without those that units took
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TextAroundUnits:
 
 
 def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence[Around]) -> Tensor:
-    """Put the embeddings of the text `around` each unit beside its `features` [n, P, E]; see `StreamModel.embed_units`."""
+    """Join embeddings of the text `around` each unit to its `features` [n, P, E], for `StreamModel.embed_units`."""
     whole, wide = [], features.shape[2]
     for side in zip(*around, strict=True):
         ids = torch.tensor(side, dtype=torch.long, device=features.device)
@@ -76,8 +76,8 @@ def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Seq
 
 
 def find_longest_evenly_spaced_run(layout: TokenLayout, mine: Tensor) -> tuple[range, int, tuple[int, int]]:
-    """Find the longest run of frames with equally long text between them, in the video at columns `mine` [S]: return its
-    frames, the number of text tokens before each, and the columns where the run begins and ends."""
+    """Find the longest run of frames with equally long text between them, in the video whose tokens `mine` [S] marks. Return
+    its frames, the number of text tokens before each, and the columns where the run begins and ends."""
     text, frame = (layout.modality[0] == TEXT).tolist(), layout.frame[0].masked_fill(~mine, -1)
     numbers, sizes = frame[frame >= 0].unique_consecutive(return_counts=True)
     starts = [int((frame == number).nonzero()[0, 0]) for number in numbers]
@@ -93,7 +93,7 @@ def find_longest_evenly_spaced_run(layout: TokenLayout, mine: Tensor) -> tuple[r
 
 
 class TimestampedStreamAdapter(HFStreamAdapter):
-    """`HFStreamAdapter` for families whose prompts write text beside each frame (`Family.stamped`)."""
+    """Stream adapter (`HFStreamAdapter`) for families whose prompts write text beside each frame (`Family.stamped`)."""
 
     @cached_property
     def _written(self) -> TextAroundUnits:

@@ -105,7 +105,7 @@ def visit_attention_inputs(
 
 
 def max_frame_tokens(layout: TokenLayout) -> int:
-    """Number of tokens of a prompt's largest frame; 0 if it has none."""
+    """Return the number of tokens of a prompt's largest frame; 0 if it has none."""
     return int((layout.cell.amax() + 1).item())
 
 
@@ -115,7 +115,7 @@ def modalities_present(layout: TokenLayout) -> list[int]:
 
 
 def sample_prompt_facts(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
-    """Facts of a sample prompt for the table: tokens by modality, frames, and a checksum of all inputs."""
+    """Return facts of a sample prompt to store in the table: tokens by modality, frames, and a checksum of all inputs."""
     digest = hashlib.sha256()
     for name in sorted(inputs):
         value = inputs[name]
@@ -135,8 +135,7 @@ def sample_prompt_facts(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[
 
 @dataclass(eq=False)
 class LayerBenchmark:
-    """Measures candidate patterns on one layer; dense outputs are computed once for each key modality and cached with the
-    layer."""
+    """Measures errors and costs of candidate patterns on one captured layer; caches dense outputs for each key modality."""
 
     inside: CapturedLayer
     backend: str
@@ -152,7 +151,7 @@ class LayerBenchmark:
         return pattern.plan(self.inside.query, self.inside.key, layout, layout)
 
     def attend(self, plan: AttentionPlan | None) -> Tensor:
-        """Attention output [1, H, S, D] of this layer under `plan`; dense attention if None."""
+        """Compute attention output [1, H, S, D] of this layer under `plan`; dense attention if None."""
         if plan is None:
             return self.dense_attention(None)
         one = self.inside
@@ -160,7 +159,7 @@ class LayerBenchmark:
         return attend_plan(plan, one.query, one.key, one.value, one.scale, kernel)[0]
 
     def dense_attention(self, modality: int | None) -> Tensor:
-        """Dense attention output [1, H, S, D] of this layer over the keys of one modality; None: over all keys."""
+        """Compute dense attention output [1, H, S, D] of this layer over the keys of one modality; None: over all keys."""
         if modality not in self._dense:
             one, column = self.inside, None
             key, value = one.key, one.value
@@ -171,8 +170,8 @@ class LayerBenchmark:
         return self._dense[modality]
 
     def head_errors(self, pattern: Mapping[str, Any], slot: ModalityPairSlot) -> tuple[Tensor, Tensor]:
-        """Two tensors [H] float64: relative error of the output against dense attention over the rows and keys of `slot`,
-        and the share of causal pairs in listed blocks."""
+        """Return two tensors [H] float64: relative error of the pattern's output against dense attention over the rows and
+        keys of `slot`, and the share of causal query-key pairs in the blocks that the pattern lists."""
         plan = self.plan(build_pattern(pattern))
         out = self.attend(plan)
         rows = None
@@ -183,12 +182,12 @@ class LayerBenchmark:
     def measure_cost(
         self, pattern: Mapping[str, Any], target: Mapping[str, Any], repeats: int = 3
     ) -> dict[str, Any]:
-        """Cost of the candidate `pattern` for all heads of this layer, and of the pattern `target` measured beside it.
+        """Measure the cost of the candidate `pattern` for all heads of this layer, and that of the reference `target`.
 
-        seconds, target_seconds  attention, minimum of `repeats` alternating runs, so that disturbances hit both; None for no
-                                 repeats
+        seconds, target_seconds  time of attention, minimum of `repeats` alternating runs, so that disturbances hit both;
+                                 None for no repeats
         index_seconds            time to make the plan
-        pairs, target_pairs      pairs in listed blocks, mean over heads
+        pairs, target_pairs      query-key pairs in the blocks that the plan lists, mean over heads
         share                    pairs over causal pairs
         """
         device = self.inside.query.device
@@ -218,7 +217,7 @@ class LayerBenchmark:
         }
 
     def kept_share(self, plan: AttentionPlan | None) -> Tensor:
-        """Share of causal query-key pairs that the plan lists, [H] float64."""
+        """Return the share of causal query-key pairs in the blocks that `plan` lists, [H] float64."""
         length = self.inside.layout.length
         if plan is None:
             return torch.ones(self.num_heads, dtype=torch.float64)
@@ -226,7 +225,7 @@ class LayerBenchmark:
 
 
 def relative_error(out: Tensor, exact: Tensor, rows: Tensor | None) -> Tensor:
-    """Norm of the difference over the norm of `exact` [H, S, D], per head [H], over `rows`; computed in chunks."""
+    """Compute norm(out - exact) / norm(exact) of each head [H], over `rows`; `out` and `exact` are [H, S, D]."""
     wrong = torch.zeros(out.shape[0], dtype=torch.float64, device=out.device)
     size = torch.zeros_like(wrong)
     count = out.shape[1] if rows is None else rows.shape[0]
@@ -264,10 +263,12 @@ def measure_candidates(
     tolerance: float,
     tick: Tick = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Measure all candidate patterns for each head of a layer; return a mapping of figures for each head:
+    """Measure all candidate patterns for each head of a layer; return for each head a mapping of measurements:
 
-    scores, shares  boundary type -> slot -> each candidate's error, and its share of causal pairs; None if left out
-    errors, kept    boundary type, with its best candidates -> error of the whole output, and share of causal pairs
+    scores, shares  boundary type -> slot -> list, by candidate, of its error and of its share of causal pairs; None for a
+                    candidate that is left out
+    errors, kept    boundary type -> error of the whole output with the best candidate in each slot, and its share of causal
+                    pairs
     """
     heads: list[dict[str, Any]] = [
         {"scores": {}, "shares": {}, "errors": {}, "kept": {}} for _ in range(bench.num_heads)
@@ -301,19 +302,20 @@ def measure_candidates(
 
 
 def count_progress_ticks(space: Space, modalities: Sequence[int]) -> int:
-    """Number of times that `measure_candidates` calls `tick`."""
+    """Return how many times `measure_candidates` calls `tick`."""
     return sum(len(some) * len(slots_of_boundary_type(kind, modalities)) + 1 for kind, some in space.items())
 
 
 def choose_slot_patterns(
     kind: str, space: Space, head: Row, block: int, tolerance: float
 ) -> tuple[dict[str, Any], float]:
-    """Compose the best pattern of boundary type `kind` for one head; also return its cost relative to the target.
+    """Choose a candidate for each slot of boundary type `kind`, for one head; return the pattern and its cost, relative to
+    the target pattern's.
 
-    Each slot takes its candidate of least error, of equals the cheapest. Candidates were levelled on the mean of heads, so
+    Each slot takes its candidate of least error, of equals the cheapest. Candidates have equal cost as a mean over heads, so
     the choice may cost this head more than the target: then slots switch to cheaper candidates where the error grows least
-    per saving, and switch back where it fits. A candidate's cost for a head is proportional to the pairs that it lists for
-    it.
+    per saving, and switch back where it fits. A candidate's cost for a head is taken in proportion to the pairs that it
+    lists for the head.
     """
     candidates = space[kind]
     options = {
@@ -361,9 +363,9 @@ def _tie_limit(errors: Iterable[float]) -> float:
 
 
 def choose_head_pattern(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
-    """A head's measurements with the choice that follows: boundary type, pattern, score, cost and share.
+    """Return a head's measurements and the choice made by them: boundary type, pattern, score, cost and share.
 
-    Of equal types the first wins, and no boundary comes first.
+    Of boundary types with equal errors the first is chosen; "no_boundary" comes first.
     """
     enough = _tie_limit(head["errors"][k] for k in space)
     kind = next(k for k in space if head["errors"][k] <= enough)

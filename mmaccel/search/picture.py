@@ -2,7 +2,7 @@
 
 A head is drawn at reduced resolution: weights are computed for some rows at a time and summed into cells, so that memory is
 rows x length, never length x length. A pattern is drawn on a small prompt (text, video, text, video, text) with random
-queries and keys, so patterns that estimate phases, columns or diagonals show one possible result.
+queries and keys, so a pattern that chooses its lines or blocks by attention shows one possible result.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LETTERS = {"q_boundary": "Q", "k_boundary": "K", "boundary_2d": "2"}
 
 
 def draw_head_pattern_map(layers: Sequence[Sequence[str]], title: str) -> Figure:
-    """Map of layers by heads, with names as in a report: the colour is the pattern, the letter its boundary type."""
+    """Draw a map of layers by heads from pattern names of a report: colours are patterns, letters are boundary types."""
     depth, heads = len(layers), max(map(len, layers))
     drawn = create_figure(2.6 + 0.28 * heads, 1.4 + 0.28 * depth)
     axes = drawn.add_subplot()
@@ -74,7 +74,7 @@ def drawing_token_orders(layout: TokenLayout) -> dict[str, Tensor]:
     """Return the token orders in which a head is drawn, [S] each: unchanged, by cell within the frame, by modality; those
     that change nothing are omitted.
 
-    Tokens outside frames are numbered on from the frame before them, as in a grid pattern.
+    Tokens outside frames continue the cell numbers of the frame before them, as in a grid pattern.
     """
     place = torch.arange(layout.length, device=layout.device)
     found = {"as it stands": place}
@@ -91,7 +91,7 @@ def drawing_token_orders(layout: TokenLayout) -> dict[str, Tensor]:
 
 
 def pool_head_attention(inside: CapturedLayer, head: int, order: Tensor, size: int) -> Tensor:
-    """Attention of a head averaged into cells, [size, size] float32 (smaller for a short prompt).
+    """Average a head's attention weights into cells, [size, size] float32 (smaller for a short prompt).
 
     `order` [S] is the order of both rows and columns.
     """
@@ -112,7 +112,7 @@ def pool_head_attention(inside: CapturedLayer, head: int, order: Tensor, size: i
 
 
 def attention_weights(inside: CapturedLayer, head: int, rows: Tensor, key: Tensor) -> Tensor:
-    """Attention weights [rows, S] float32 of some rows of a head; key [S, D]."""
+    """Compute attention weights [rows, S] float32 of some rows of a head; key [S, D]."""
     score = (inside.query[0, head, rows].float() * inside.scale) @ key.T
     ahead = torch.arange(key.shape[0], device=key.device) > rows[:, None]
     return score.masked_fill_(ahead, -torch.inf).softmax(-1)
@@ -123,7 +123,7 @@ def _keys(inside: CapturedLayer, head: int) -> Tensor:
 
 
 def draw_head_attention(inside: CapturedLayer, head: int, size: int = 256) -> Figure:
-    """Picture of one head: its last tokens at full resolution, then all tokens in each of `orders`."""
+    """Draw one head: its last tokens at full resolution, then all tokens in each of `drawing_token_orders`."""
     length = inside.layout.length
     last = torch.arange(max(0, length - min(size, 192)), length, device=inside.query.device)
     panels = [("the last tokens", attention_weights(inside, head, last, _keys(inside, head))[:, last].cpu())]
@@ -177,7 +177,7 @@ def demo_prompt_layout() -> TokenLayout:
 
 
 def demo_field_differences(name: str) -> str:
-    """The fields that pattern `name` has otherwise in its picture than by default, in words: "block 16 (64), ..."."""
+    """Return the fields in which pattern `name`, as drawn, differs from its defaults (in brackets): "block 16 (64), ..."."""
     defaults = {one.name: one.default for one in fields(registry("sparse")[name]) if one.init}
     told = {"block": BLOCK, **FIELDS.get(name, {})}
     return ", ".join(
@@ -192,7 +192,7 @@ def _short(value: Any) -> str:
 
 
 def demo_pattern_plan(name: str) -> AttentionPlan:
-    """The plan of the pattern `name` for the small prompt, one head. Raises `RecipeError` if its attention is dense."""
+    """Return the plan of pattern `name` for the small prompt, one head. Raises `RecipeError` if its attention is dense."""
     pattern = policy("sparse", {**FIELDS.get(name, {}), "name": name, "block": BLOCK})
     layout, rng = demo_prompt_layout(), torch.Generator().manual_seed(0)
     query, key = (2 * torch.randn(1, 1, layout.length, 16, generator=rng) for _ in range(2))
@@ -213,7 +213,8 @@ def part_number_matrix(plan: AttentionPlan) -> Tensor:
 
 
 def pair_masks_by_span(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]:
-    """For each span of each part, in the plan's order: computed pairs, and pairs of listed blocks, [P, N] bool."""
+    """Return, for each part (query rows) of the plan and each of its spans (keys), two masks [P, N] bool of query-key pairs:
+    those that are computed, and all in listed blocks."""
     bq, bk = plan.block_q, plan.block_k
 
     def tiles(part: Any, span: Any) -> tuple[Tensor, Tensor]:
@@ -224,9 +225,9 @@ def pair_masks_by_span(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]
 
 
 def draw_pattern_plan(name: str) -> Figure:
-    """Picture of the plan of pattern `name` over a small prompt: left in the tokens' order, right in the plan's order. Each
-    part has a colour: full for computed pairs, pale (right) for other pairs of listed blocks. Lines divide segments on the
-    left, spans and parts on the right. Raises `RecipeError` for a dense pattern."""
+    """Draw the plan of pattern `name` over a small prompt: left in the tokens' order, right in the plan's order. Each part
+    has a colour: full for computed pairs, pale (right) for other pairs of listed blocks. Lines divide segments on the left,
+    spans and parts on the right. Raises `RecipeError` for a dense pattern."""
     plan = demo_pattern_plan(name)
     drawn = create_figure(9.6, 5.2)
     left, right = drawn.subplots(1, 2)

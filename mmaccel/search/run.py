@@ -61,13 +61,13 @@ OPTIONS |= {"model": "model", "tolerance": "tolerance", "versions": "version of 
 class SearchSettings:
     """Settings of the search.
 
-    context    prompt length the table is for: budgets as in MMInference's Table 3 from 64k, in proportion below; None:
-               the sample's
+    context    prompt length the table is for: budgets as in MMInference's Table 3 from 64k, in proportion below; None: the
+               sample's
     boundaries boundary types to consider
-    tolerance  how near to the target's cost a row is brought, as a share of it
+    tolerance  how far a candidate's cost may be from the target pattern's, as a share of it
     cost       "seconds" of attention, measured on the device, or "pairs" in listed blocks, counted
     repeats    timed runs of each measurement, and of the target beside it
-    extended   whether our own rows are candidates beside and instead of Table 3's (`space.py`)
+    extended   whether the space has rows of our own too, some in place of Table 3's (`space.py`)
     backend    the backend whose costs count; "auto": the first that can run on the device
     """
 
@@ -224,7 +224,7 @@ def _ticking(progress: Progress | None, what: str, total: int) -> Tick:
 
 
 def progress_path(out: Path) -> Path:
-    """Path of the progress file of a search for the table `out`."""
+    """Return the path of the progress file of a search for the table `out`."""
     return out.with_name(out.name + ".parts")
 
 
@@ -278,7 +278,7 @@ class SearchProgress(JsonlFile):
         return [row[key] for row in self.rows if key in row]
 
     def layers(self) -> dict[int, dict[str, Any]]:
-        """Layer index -> row, of completed layers: measurements of its heads, seconds, peak memory."""
+        """Return layer index -> row, of completed layers: measurements of its heads, seconds, peak memory."""
         return {row["layer"]: row for row in self.rows if "layer" in row}
 
 
@@ -325,7 +325,8 @@ def _build_table(
 
 
 def recompute_table(table: Row) -> dict[str, Any]:
-    """Recompute a table from its own costs and scores; the result equals it. Raises `RecipeError` if a cost is missing."""
+    """Recompute a table's choices from its stored costs and scores; the result equals it. `RecipeError` if a cost is
+    missing."""
 
     def missing(pattern: Row) -> dict[str, Any]:
         raise RecipeError(f"the table holds no cost of {dict(pattern)}; search again.")
@@ -342,7 +343,7 @@ def recompute_table(table: Row) -> dict[str, Any]:
 
 
 def restrict_boundary_types(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:
-    """Layer -> head -> pattern: the choice among only some boundary types `kinds`, from the table's own figures."""
+    """Return layer -> head -> pattern, chosen among the boundary types `kinds` only, from the table's own measurements."""
     space = {
         kind: [PatternCandidate(**{**one, "rows": tuple(one["rows"])}) for one in table["space"][kind]]
         for kind in kinds
@@ -354,7 +355,7 @@ def restrict_boundary_types(table: Row, kinds: Sequence[str]) -> dict[int, dict[
 
 
 def table_agreement(one: Row, other: Row) -> float:
-    """Share of heads to which two tables of a model give the same boundary type and the same main pattern name."""
+    """Return the share of heads to which two tables of a model give the same boundary type and main pattern name."""
     told = [
         [(head["kind"], main_pattern_name(head["pattern"])) for layer in table["layers"] for head in layer]
         for table in (one, other)
@@ -363,7 +364,7 @@ def table_agreement(one: Row, other: Row) -> float:
 
 
 def head_pattern_names(table: Row) -> list[tuple[str, ...]]:
-    """For each layer the names of its heads' patterns, as in a report."""
+    """Return for each layer the names of its heads' patterns, as in a report."""
     return [
         tuple(build_pattern(head["pattern"]).head_pattern_names(1)[0] for head in layer)
         for layer in table["layers"]
@@ -371,7 +372,7 @@ def head_pattern_names(table: Row) -> list[tuple[str, ...]]:
 
 
 def main_pattern_name(pattern: Row) -> str:
-    """Name of the pattern that covers most of a head's pairs: within a boundary that of video, or else of text."""
+    """Return the name of the pattern that covers most of a head's pairs: with a boundary, that of video, or else of text."""
     for slot in ("video", "text"):
         inner = pattern.get(slot) or pattern.get("pairs", {}).get(f"{slot}>{slot}")
         if inner:

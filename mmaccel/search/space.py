@@ -1,5 +1,5 @@
-"""The search space of MMInference: boundary types (section 2.3), candidate rows (Table 3), and their levelling to one cost
-(C.5).
+"""The search space of MMInference: boundary types (section 2.3), candidate rows (Table 3), and how each row's budget is
+levelled, that is brought to one common cost (C.5).
 
 Rows are budgets in tokens for contexts of 64k and more. For a shorter context all budgets shrink in proportion (columns,
 diagonals and sinks in tokens, windows in whole frames), and so does the target, an A-shape of 1k global and 4k local tokens;
@@ -10,9 +10,9 @@ grids, 1024, is that window (microsoft/MInference, `minference/ops/grid_attentio
 candidate without window, as in Algorithm 1; it costs what its lines cost, often less than the target. Rows whose smallest
 budget costs more than the target are left out.
 
-With `Scale.extended`, rows labelled "ours" differ from Table 3: each vertical-slash also keeps the `FIRST` tokens, and one
-row is added at several shares of the target's cost (`SHARES`), since rows are levelled on the mean of heads, and a head for
-which this row costs more than the mean can take it at a share that fits.
+With `BudgetScale.extended`, rows labelled "ours" differ from Table 3: each vertical-slash also keeps the `FIRST` tokens, and
+one row is added at several shares of the target's cost (`SHARES`), since rows are levelled on the mean of heads, and a head
+for which this row costs more than the mean can take it at a share that fits.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _OTHERS = {"image": ("video", "text"), "video": ("image", "text"), "text": ("vid
 
 @dataclass(frozen=True)
 class ModalityPairSlot:
-    """Queries of modality `query` with keys of modality `key`, which take one pattern; None means all."""
+    """The queries of modality `query` with the keys of modality `key`: one pattern is chosen for them. None means all."""
 
     name: str
     query: int | None
@@ -77,8 +77,8 @@ def applicable_boundary_types(wanted: Sequence[str], modalities: Sequence[int]) 
 
 
 def slots_of_boundary_type(kind: str, modalities: Sequence[int]) -> list[ModalityPairSlot]:
-    """The slots of boundary type `kind` (of `KINDS`) in a prompt with these modalities: one for everything, one for each
-    modality of queries or of keys, or one for each pair of both."""
+    """Return the slots of boundary type `kind` (of `KINDS`) in a prompt with these modalities: one for everything, one for
+    each modality of queries or of keys, or one for each pair of both."""
     if kind == "no_boundary":
         return [ModalityPairSlot("all", None, None)]
     if kind == "q_boundary":
@@ -134,8 +134,8 @@ def recipe_for_all_slots(
 class BudgetScale:
     """Scales token budgets that were published for long prompts to prompts of `context` tokens, and rounds them.
 
-    Frames have `frame` tokens (0: none), blocks `block` tokens. extended: vertical-slashes keep first tokens, and a row of
-    ours follows those of Table 3.
+    Frames have `frame` tokens (0: none), blocks `block` tokens. extended: vertical-slashes also keep first tokens, and a row
+    of our own is added to those of Table 3.
     """
 
     context: int
@@ -144,18 +144,18 @@ class BudgetScale:
     extended: bool = False
 
     def scale_tokens(self, count: float) -> int:
-        """A token budget of MMInference's Table 3, scaled to this context length."""
+        """Scale a token budget of MMInference's Table 3 to this context length."""
         return max(1, round(count * min(1.0, self.context / LONG)))
 
     def window(self, count: int) -> int:
-        """A window of MMInference's Table 3, scaled to this context and rounded to whole frames (unchanged from 64k on)."""
+        """Scale a window of MMInference's Table 3 to this context and round it to whole frames (unchanged from 64k on)."""
         tokens = self.scale_tokens(count)
         if self.context >= LONG or not self.frame:
             return tokens
         return max(1, round(tokens / self.frame)) * self.frame
 
     def target(self) -> dict[str, Any]:
-        """The A-shape pattern whose cost is the target, as a recipe mapping."""
+        """Return, as a recipe mapping, the A-shape pattern whose cost is the target for all candidates."""
         return self._a_shape(*TARGET, step=0)
 
     def _a_shape(self, sink: int, window: int, step: int) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class BudgetTableRow:
 
 
 def budget_rows(scale: BudgetScale) -> list[BudgetTableRow]:
-    """The 24 rows of Table 3 (12 grids, 3 A-shapes, 9 vertical-slashes), each grid also without window, and ours if
+    """Return the 24 rows of Table 3 (12 grids, 3 A-shapes, 9 vertical-slashes), each grid also without window, and ours if
     `scale.extended`."""
     found = []
     for stride in ("frame", "free"):
@@ -228,7 +228,7 @@ class PatternCandidate:
     """A pattern whose budget was changed until it costs what the search aims at, so that all candidates cost the same.
 
     rows   names of the rows of the search space that it came from
-    cost   its measured cost over the target's, in every slot of its type
+    cost   its measured cost over the target pattern's, when every slot of its boundary type uses it
     share  share of causal pairs in listed blocks, mean over heads
     state  "level" (within tolerance of the aim), "under" (cheaper, at its largest budget), "dear" (too costly, left out)
     """
@@ -251,7 +251,8 @@ Tick = Callable[[], None]
 def find_budget_step(
     row: BudgetTableRow, cost: Cost, tolerance: float, start: int = 0
 ) -> tuple[int, PatternCandidate]:
-    """Find the budget step, from `start` on, at which `row` costs its share of the target; return it and the candidate.
+    """Search, from budget step `start`, the step at which `row` costs `row.aim` times the target pattern; return step and
+    candidate.
 
     The result depends on the costs alone: equal costs give equal candidates.
     """
@@ -302,7 +303,7 @@ def merge_equal_candidates(candidates: Collection[PatternCandidate]) -> list[Pat
 
 
 class PatternCostTable:
-    """Costs of patterns relative to the target, in "seconds" or "pairs"; each is measured once."""
+    """Costs of patterns relative to that of the target pattern, in "seconds" or "pairs"; each pattern is measured once."""
 
     def __init__(self, cost: str, measured: Sequence[Mapping[str, Any]], measure: Measure) -> None:
         self.rows = {pattern_json_key(row["pattern"]): dict(row) for row in measured}
@@ -317,7 +318,7 @@ class PatternCostTable:
         return ratio
 
     def kept_share(self, pattern: Mapping[str, Any]) -> float:
-        """The share of causal query-key pairs that a measured pattern lists."""
+        """Return the share of causal query-key pairs that a measured pattern lists."""
         share: float = self.rows[pattern_json_key(pattern)]["share"]
         return share
 
@@ -331,8 +332,8 @@ def find_all_budget_steps(
     tick: Tick = lambda: None,
     share: Cost = lambda pattern: 1.0,
 ) -> dict[str, list[PatternCandidate]]:
-    """Return, for each boundary type in `kinds`, the candidates of Table 3, each at the budget at which it costs as much as
-    the target when it is used in every slot of the type.
+    """Return, for each boundary type in `kinds`, the candidates of Table 3. Each has the budget at which it costs as much as
+    the target pattern, when every slot of the boundary type uses it.
 
     `cost` and `share` measure a pattern. A type is left out if even its smallest budgets cost too much (on short prompts).
     """
@@ -362,7 +363,7 @@ def find_all_budget_steps(
 
 
 def pattern_json_key(pattern: Mapping[str, Any]) -> str:
-    """A string that identifies a pattern mapping."""
+    """Return a string that identifies a pattern mapping."""
     return json.dumps(pattern, sort_keys=True)
 
 

@@ -20,7 +20,7 @@ SPAN_S = 10.0
 
 
 class StreamUsageCounts(NamedTuple):
-    """Frames that a stream has taken in; the bytes that it held then, in all and on the device; and questions so far."""
+    """Counts of a stream at one moment: frames taken in; bytes held in all, and on the device; and questions so far."""
 
     frames: int
     bytes: int
@@ -33,9 +33,12 @@ NOTHING = StreamUsageCounts(0, 0)
 
 @dataclass(eq=False)
 class StreamPromise:
-    """What the server has promised a stream under `recipe`: compute for `fps` frames per second, for `seconds`. `first` and
-    `last` are its first and last `StreamUsageCounts`; bytes that the first question added are added to `first` too. `calls`:
-    when frames came (`monotonic`), and how many in all."""
+    """What the server has promised a stream, and what the stream has used.
+
+    recipe, fps, seconds  the promise: compute for `fps` frames per second under `recipe`, for `seconds`
+    first, last           first and last `StreamUsageCounts`; `first` also has the bytes that the first question added
+    calls                 of the last calls with frames: when (`monotonic`), and the number of frames in all by then
+    """
 
     recipe: str
     fps: float
@@ -52,16 +55,16 @@ class StreamPromise:
         return max(self.fps, (self.calls[-1][1] - self.calls[0][1]) / span)
 
     def memory_bytes_per_frame(self, device: bool = False) -> float:
-        """Memory growth of a stream in bytes per frame, in all or on the `device`, since the first measurement (stores grow
-        by slabs of frames)."""
+        """Return the stream's memory growth in bytes per frame, in all or on the `device`, since the first measurement
+        (stores grow by slabs of frames)."""
         first, last = self.first or self.last, self.last
         grown = last[1 + device] - first[1 + device]
         return max(0, grown) / (last.frames - first.frames) if last.frames > first.frames else 0.0
 
 
 class Admission:
-    """Predicts the compute time and memory of streams from what frames under their recipes took so far. A recipe without
-    measurements counts as free."""
+    """Decides whether a new stream may open. It predicts the compute time and memory of streams from what frames under their
+    recipes took so far. A recipe without measurements counts as free."""
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class Admission:
         live: bool = True,
     ) -> None:
         """Record a call that took `seconds` (without waiting), and the stream's `StreamUsageCounts` `before` it and `now`.
-        Frames that are not `live` are not counted in the cost of live ones."""
+        `live`: whether its frames count in the average cost of a live frame; those of a stored video do not."""
         before, now = StreamUsageCounts(*before), StreamUsageCounts(*now)
         new, promise.last = now.frames - before.frames, now
         first = (promise.first or before) if before.frames else now
@@ -120,8 +123,8 @@ class Admission:
         return max(promise.last[1 + device], min(whole, (None if device else most) or whole))
 
     def admit_stream(self, recipe: str, fps: float | None, seconds: float) -> StreamPromise:
-        """Admit a new stream and return its `StreamPromise`, released by `end`. `fps` None: a stream moved here, which is
-        not refused. Raises `Refused` if promises to other streams could not be kept."""
+        """Admit a new stream and return its `StreamPromise`, which lasts until `release_promise`. `fps` None: a stream moved
+        from another replica, which is not refused. Raises `Refused` if promises to other streams could not be kept."""
         new, limits = StreamPromise(recipe, fps or 1.0, seconds), self._limits
         busy, own = sum(map(self.predicted_load, self._promises)), self.predicted_load(new)
         if fps is not None and busy + own > limits.busy and own:

@@ -30,7 +30,7 @@ TheEngine = Annotated[Engine, Depends(get_engine)]
 
 @router.get("/v1/models")
 async def list_model_names(engine: TheEngine) -> dict[str, Any]:
-    """List the model, and as NAME@RECIPE the model under each recipe."""
+    """Return the names that clients may give as model: the model, and NAME@RECIPE for the model under each recipe."""
     ids = [engine.name, *(f"{engine.name}@{recipe}" for recipe in engine.recipes)]
     streams = engine.stream_recipe_names()
     data = [{"id": one, "object": "model", "created": 0, "owned_by": "mmaccel"} for one in ids]
@@ -40,7 +40,7 @@ async def list_model_names(engine: TheEngine) -> dict[str, Any]:
 
 @router.post("/v1/chat/completions")
 async def completions(body: ChatRequest, request: Request, engine: TheEngine, asks: Asks) -> Any:
-    """A chat completion, whole or by server-sent events; greedy without `temperature`."""
+    """Answer a chat completion request, whole or by server-sent events; greedy without `temperature`."""
     engine.find_recipe(body.model, body.mmaccel.recipe)
     made: dict[str, Any] = {
         "id": f"chatcmpl-{secrets.token_hex(12)}",

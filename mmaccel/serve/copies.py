@@ -23,8 +23,8 @@ CHECK_S = 0.1
 
 
 class ModelCopyPool:
-    """Copies that share the weights of `model`, and of one draft model per recipe: at most `most` of each recipe, or one if
-    its draft runs in a process."""
+    """Copies of `model` with shared weights, each under a recipe: at most `most` copies a recipe, or one if its draft runs
+    in a process of its own. Copies under one recipe also share the weights of its draft model."""
 
     def __init__(self, model: nn.Module, most: int) -> None:
         # Of one that is never called: a pass of a stream lends the model's modules other functions while it runs.

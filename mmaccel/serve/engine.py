@@ -49,7 +49,7 @@ DEVICE_SHARE = 0.9
 @dataclass(frozen=True)
 class Completion:
     """An answer and its statistics; `finish_reason` as in `core.decoding.generate.Answer`. `ttft_s` counts from the request,
-    including waiting and reading its video. `alone`: why its decode steps were not shared with other answers."""
+    including waiting and reading its video. `alone`: why its decode steps were not shared with other answers, or ""."""
 
     text: str
     finish_reason: str
@@ -65,7 +65,7 @@ class Completion:
 @dataclass(frozen=True)
 class ActiveRequest:
     """A request being served: its recipe, its fetched images and videos, the answer's token limit, and the callback `put`
-    for text. `joined` is to be called when its prompt has been read, so that the next prompt may start."""
+    for pieces of the answer. `joined` is called once its prompt has been read, so that the next prompt may start."""
 
     request: ChatRequest
     recipe: str
@@ -106,7 +106,7 @@ class Engine:
         self.copies, self._drawing = ModelCopyPool(model, self.turns.most), threading.Lock()
 
     def find_recipe(self, model: str | None, asked: str | None) -> str:
-        """Resolve a request's recipe name from its `model` (NAME or NAME@RECIPE) and its field `asked`; raises `Refused`."""
+        """Return a request's recipe name: `asked`, or RECIPE if `model` is NAME@RECIPE, or the default; raises `Refused`."""
         name, _, inside = (model or self.name).partition("@")
         if name != self.name:
             raise Refused(404, f"model: this server has {self.name!r} alone; name that.", "model_not_found")
@@ -117,7 +117,7 @@ class Engine:
         return chosen
 
     def stream_recipe_names(self) -> list[str]:
-        """Names of the server's recipes that support video streams."""
+        """Return the names of the server's recipes that support video streams."""
         found = []
         for name, recipe in self.recipes.items():
             try:
@@ -135,7 +135,7 @@ class Engine:
         return DEVICE_SHARE * sum(torch.cuda.mem_get_info(one)[0] for one in devices)
 
     async def answer_chat_request(self, request: ChatRequest, caller: str, put: Put) -> Completion:
-        """Answer a chat request; `put` is called with its text piece by piece, from any thread."""
+        """Answer a chat request; `put` is called with the answer's text piece by piece, from any thread."""
         deadline, first = Deadline(self.settings.limits.seconds), list[float]()
 
         def told(piece: str) -> None:
@@ -203,7 +203,7 @@ class Engine:
         deadline: Deadline,
         settings: Settings | None = None,
     ) -> sources.FetchedMedia:
-        """Download or open `url`. The number of concurrent fetches per caller is limited."""
+        """Download or open the image or video at `url`. The number of concurrent fetches per caller is limited."""
         work = partial(sources.fetch_media, url, kind, folder, settings or self.settings, deadline)
         async with self._fetching[caller]:
             return await await_or_cancel(run_in_thread(work), deadline)

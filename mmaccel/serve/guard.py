@@ -38,7 +38,7 @@ SECURITY = {
 
 
 def error_response(status: int, text: str, code: str | None = None, param: str | None = None) -> JSONResponse:
-    """An error response in OpenAI's format."""
+    """Return an error response in OpenAI's format."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": text, "type": kind, "param": param, "code": code}
     # Of what is too much or too slow nothing more is read.
@@ -80,12 +80,12 @@ class ConnectedClient:
 
 
 def get_caller(request: Request) -> str:
-    """FastAPI dependency: the caller's identity, as the guard determined it."""
+    """FastAPI dependency: the caller's identity, as `RequestGuard` determined it."""
     return str(request.state.caller)
 
 
 class RequestGuard:
-    """ASGI middleware that checks every request before the routes."""
+    """ASGI middleware that checks the origin, API key and size of every request before any route runs."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
@@ -175,7 +175,7 @@ class RequestGuard:
 
 
 def validation_error(error: Any) -> tuple[str, str]:
-    """The first schema error of a request as (one sentence, field name)."""
+    """Return the first schema error of a request as (one sentence, field name)."""
     first = error.errors()[0]
     if first["type"] in ("json_invalid", "model_attributes_type") and first["loc"][:1] == ("body",):
         return "the body: it is not a JSON object; send one, as Content-Type: application/json.", "the body"
@@ -190,7 +190,7 @@ def validation_error(error: Any) -> tuple[str, str]:
 
 
 def error_message(error: BaseException) -> str:
-    """The error message to send to a client; internal errors are only logged."""
+    """Return the error message to send to a client; internal errors are only logged."""
     if isinstance(error, ValidationError):
         return validation_error(error)[0]
     if isinstance(error, MmaccelError):

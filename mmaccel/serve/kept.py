@@ -29,7 +29,7 @@ EVIDENCE = 16
 
 
 class Thumbnails:
-    """JPEG thumbnails of a stream's frames, by frame number; beyond `most`, every second one is dropped."""
+    """JPEG thumbnails of a stream's frames, by frame number; above `most` of them, every second one is dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -43,21 +43,21 @@ class Thumbnails:
                 self._files = self._files[::2]
 
     def nearest_thumbnail(self, number: int) -> bytes | None:
-        """The thumbnail of a frame, or of the last kept one before it; None if there is none."""
+        """Return the thumbnail of a frame, or of the last frame before it that has one; None if there is none."""
         files = self._files
         place = bisect.bisect_right(files, number, key=itemgetter(0))
         return files[place - 1][1] if place else None
 
 
 def without_kv_age_limit(recipe: Recipe) -> Recipe:
-    """`recipe` for a stored video: its KV policy drops no frames by age."""
+    """Return `recipe` for a stored video: without the age limit after which its KV policy drops frames."""
     if getattr(recipe.kv, "keep_seconds", None) is None:
         return recipe
     return replace(recipe, kv=replace(recipe.kv, keep_seconds=None))  # type: ignore[call-arg]
 
 
 class StreamEntry:
-    """A stream's session and its thumbnails."""
+    """One open video stream: its session, recipe, thumbnails and last counters."""
 
     def __init__(self, model: nn.Module, processor: Any, recipe: Recipe, limits: Limits) -> None:
         self.recipe, self.pictures = recipe, Thumbnails(limits.thumbnails)
@@ -72,7 +72,7 @@ class StreamEntry:
         return self.counters
 
     def evidence_frames_json(self, found: tuple[Evidence, ...], pictures: bool) -> list[dict[str, Any]]:
-        """Evidence frames, JSON-ready, highest attention first; each with a thumbnail as data URL if `pictures`."""
+        """Return evidence frames for JSON, highest attention first; each with a thumbnail as data URL if `pictures`."""
         order = sorted(found, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))[:EVIDENCE]
         told = [asdict(one) for one in order]
         for one in told if pictures else ():
@@ -81,17 +81,17 @@ class StreamEntry:
         return told
 
     async def measure(self) -> StreamUsageCounts:
-        """Count anew, and return `held`."""
+        """Read the stream's counters anew; return the frames it took in, the bytes it holds and the questions it had."""
         await self.read_counters()
         return self.held()
 
     def held(self) -> StreamUsageCounts:
-        """Return how many frames the stream has taken in, and the bytes that it holds, as last counted."""
+        """Return frames taken in, bytes held and questions so far, as when the counters were last read."""
         device, questions = (int(self.counters.get(name, 0)) for name in ("bytes", "questions"))
         return StreamUsageCounts(self.session.frames, self.bytes(), device, questions)
 
     def bytes(self) -> int:
-        """Bytes that the stream holds on the device, the host and the disk, as last counted."""
+        """Return the bytes held on the device, the host and the disk, as when the counters were last read."""
         return int(sum(self.counters.get(name, 0) for name in ("bytes", "host_bytes", "host_disk_bytes")))
 
 
@@ -106,7 +106,7 @@ class VideoCache:
     async def get_or_open(
         self, key: Hashable, make: Callable[[], Awaitable[StreamEntry]]
     ) -> AsyncIterator[StreamEntry]:
-        """The cached video stream of `key`, created by `make` if missing; concurrent requests wait for the same one."""
+        """Context that holds the cached video of `key`, opened by `make` if missing, once for concurrent requests."""
         kept = await self._kept(key, make)
         kept.users += 1
         try:
@@ -142,15 +142,16 @@ class VideoCache:
         return {key: one.result() for key, one in self._videos.items() if one.done() and not one.cancelled()}
 
     def bytes(self) -> int:
-        """Bytes that all cached videos hold in memory and on disk."""
+        """Return the bytes that all cached videos hold in memory and on disk."""
         return sum(one.bytes() for one in self._whole().values())
 
     def device_bytes(self) -> int:
-        """Bytes that all cached videos hold on the model's devices."""
+        """Return the bytes that all cached videos hold on the model's devices."""
         return sum(one.held().device for one in self._whole().values())
 
     async def shrink(self, most: int) -> int:
-        """Close unused videos beyond `most` or the cap in bytes, least recently used first; returns how many."""
+        """Close unused videos, least recently used first, until at most `most` are left and their bytes are within the
+        limit; return how many were closed."""
         whole, closed = self._whole(), list[StreamEntry]()
         held = self.bytes()
         for key, one in whole.items():

@@ -106,7 +106,7 @@ class MmaccelOptions(StrictModel):
     recipe      name of one of the server's recipes
     fps         frames per second of videos, or `frames` evenly spaced ones; default: as the model's own processor
     evidence    return the frames that the answer is based on, if the recipe has a KV policy for streams
-    thumbnails  with a thumbnail of each
+    thumbnails  return a thumbnail of each of these frames too
     """
 
     recipe: str | None = None
@@ -189,7 +189,7 @@ Stop = Annotated[str, Field(max_length=256)]
 
 
 class ChatRequest(SamplingOptions):
-    """A chat completion as in OpenAI's API; options that only one value serves are refused with any other."""
+    """A chat completion as in OpenAI's API; an option of which one value alone is supported is refused with any other."""
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=256)]
@@ -241,7 +241,8 @@ class SessionRequest(StrictModel):
 
 
 class TimedTextLine(StrictModel):
-    """Text that was said or read from `begin` to `end`, in seconds of the stream (null: at its last frame, at `begin`)."""
+    """Text that was said or read from `begin` to `end`, in seconds of the stream. A null `begin` is the time of the stream's
+    last frame, and a null `end` is `begin`."""
 
     text: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=LONGEST)]
     begin: Seconds | None = None
@@ -253,7 +254,7 @@ class TimedTextLine(StrictModel):
         return self
 
     def resolve_times(self, now: float) -> tuple[float, float | None, str]:
-        """`begin`, `end` and `text`, in a stream that is at `now`; without `begin` it ends at `now` at the earliest."""
+        """Return (begin, end, text) in a stream whose last frame is at `now` seconds, which replaces a null `begin`."""
         if self.begin is None:
             return now, max(now, self.end or 0.0), self.text
         return self.begin, self.end, self.text

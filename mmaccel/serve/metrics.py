@@ -51,7 +51,7 @@ class Metrics:
         self, ttft_s: float | None, pace: float | None, tokens: int, draft: Mapping[str, Any]
     ) -> None:
         """Count an answer of `tokens` tokens, with its seconds to the first token and its tokens per second (`pace`);
-        `draft` as in a `Report`."""
+        `draft` holds the tokens `proposed` and `accepted`, as in a `Report`."""
         self.tokens.inc(tokens)
         if ttft_s is not None:
             self.first.observe(ttft_s)

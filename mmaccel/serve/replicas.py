@@ -81,7 +81,7 @@ def _choose_replica(number: str, replicas: Sequence[Any], name: Callable[[Any], 
 
 
 class ReplicatedStreams(Streams):
-    """The open streams of one replica, each a copy of the state in the shared folder."""
+    """The open streams of one replica; each is a copy of a state in the shared folder, which every change updates."""
 
     def __init__(self, engine: Engine, replica: str) -> None:
         super().__init__(engine)

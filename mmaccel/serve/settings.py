@@ -24,24 +24,24 @@ class Refused(MmaccelError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of one request, of one caller, and of all callers.
+    """Largest sizes, counts and times that the server allows a request, a caller, or all callers together.
 
-    body_bytes      of a request body; `bodies_bytes` of all in progress; `body_seconds` to receive one
-    source_bytes    of the videos and images of a request; `image_bytes` of an image; `source_seconds` to download one,
-                    with at most `redirects`
-    frames          of a video, or in one call of a stream; `visuals`: videos and images of a request
-    pixels          of a frame; `video_seconds` of a video; `decoded_bytes` of all frames of a request
+    body_bytes      bytes of a request body; `bodies_bytes` of all bodies in progress; `body_seconds` to receive one
+    source_bytes    bytes of all videos and images of a request; `image_bytes` of one image; `source_seconds` to download
+                    one, with at most `redirects`
+    frames          frames of a video, or in one call of a stream; `visuals`: videos and images of a request
+    pixels          pixels of a frame; `video_seconds` of a video; `decoded_bytes` of all frames of a request
     text            characters of all messages; `new_tokens` of an answer; `seconds` that a request may take
     at_once         requests that run at a time, beside at most `together` whose prompts are read and which are decoded in
                     shared steps; `waiting` requests in the queue; `fetching` concurrent downloads of one caller
     sessions        open streams of all callers; `own_sessions` of one; closed after `idle_seconds` without a request
     busy            share of the time that frames of all streams may take; the rest is for answers
-    memory_bytes    of all streams, on all devices and disks; `saves`: saved streams of one caller, of `saved_bytes`;
+    memory_bytes    bytes of all streams, on all devices and disks; `saves`: saved streams of one caller, of `saved_bytes`;
                     under Ray also its open streams on all replicas
-    sockets         of one caller; `message_bytes` of a message, and of waiting frames
+    sockets         WebSockets of one caller; `message_bytes` of one message, and of all frames that wait
     calls           concurrent questions and calls with frames on one caller's streams; more wait
     kept            videos cached for the next question, of `kept_bytes` in all
-    thumbnails      kept of one stream
+    thumbnails      thumbnails of one stream
     """
 
     body_bytes: int = 256 << 20
@@ -107,7 +107,7 @@ class Settings:
             raise RecipeError("--keys: a key has at least 8 printable ASCII characters and no space.")
 
     def caller(self, key: str | None) -> str | None:
-        """Identity of the caller with API key `key`; None for a wrong or missing key."""
+        """Return the identity of the caller with API key `key`; None for a wrong or missing key."""
         if not self.keys:
             return LOCAL
         given = (key or "").encode(errors="replace")

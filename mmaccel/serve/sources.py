@@ -260,7 +260,7 @@ def sample_video(
     frames: int | None = None,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Video:
-    """Sampled frames of a video source: `frames` evenly spaced, `fps` per second, or as the model's own processor samples.
+    """Decode frames of a video source: `frames` evenly spaced, `fps` per second, or as the model's own processor samples.
     Raises `Refused` before decoding for one that exceeds `limits`."""
     if frames is not None and frames > limits.frames:
         raise Refused(413, f"frames: {frames} is more than the {limits.frames} that this server takes.")

@@ -19,7 +19,7 @@ class StopTextFilter:
         self._stops, self.said, self.stopped = stops, "", False
 
     def next_text_piece(self, text: str, whole: bool = False) -> str:
-        """The next piece of text to send, given all text so far; `whole`: the text is complete."""
+        """Return the next piece of text to send, given all text so far; `whole`: the text is complete."""
         if self.stopped:
             return ""
         cut = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
@@ -40,7 +40,7 @@ class StopTextFilter:
 def count_tokens_through_stop(
     decode: Callable[[list[int]], str], ids: Sequence[int], stops: Sequence[str]
 ) -> int:
-    """How many of `ids`, whose text contains one of `stops`, are needed to complete it (a step may have verified more)."""
+    """Return how many of the first `ids` it takes until their text has one of `stops` (a step may have verified more)."""
 
     def stopped(count: int) -> bool:
         text = decode([*ids[:count]])
@@ -52,7 +52,7 @@ def count_tokens_through_stop(
 class TextStreamer:
     """A streamer for transformers' `generate` that turns tokens into text; its method `ended` is the stopping criterion.
 
-    put  called with pieces of text, in the thread of `generate`
+    put  constructor argument: called with pieces of text, in the thread of `generate`
     """
 
     def __init__(

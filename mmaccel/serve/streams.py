@@ -41,7 +41,7 @@ router = APIRouter(prefix="/v1/streaming/sessions", tags=["streams"])
 
 @dataclass(eq=False)
 class Stream:
-    """An open stream of the caller `owner`; `used`: time of its last use (`time.monotonic`), `busy`: calls in progress."""
+    """An open stream of the caller `owner`. `used`: time of its last use (`time.monotonic`); `busy`: calls in progress."""
 
     id: str
     owner: str
@@ -58,7 +58,7 @@ class Stream:
 
     @asynccontextmanager
     async def hold_open(self) -> AsyncIterator[None]:
-        """Context in which a stream is not closed for being idle."""
+        """Context during which the server does not close the stream for being idle."""
         self.busy += 1
         try:
             yield
@@ -92,14 +92,13 @@ class Streams:
 
     @asynccontextmanager
     async def hold_call(self, stream: Stream) -> AsyncIterator[None]:
-        """Context of one call on a stream, whose owner may have few at a time. Raises `Refused` if too many wait."""
+        """Context of one call on a stream: waits while its owner has too many calls. Raises `Refused` if too many wait."""
         async with stream.hold_open(), self._calls[stream.owner].wait_for_turn(stream.owner):
             yield
 
     @contextmanager
     def count_open_socket(self, owner: str | None) -> Iterator[None]:
-        """Count an open socket of `owner` (None: a client that sends its key later). Raises `Refused` if there are too
-        many."""
+        """Context that counts an open socket of `owner` (None: key comes later). Raises `Refused` if too many are open."""
         if self._sockets[owner] >= self.limits.sockets:
             raise Refused(429, "too many sockets are open; close one.", "too_many_sockets")
         self._sockets[owner] += 1
@@ -128,7 +127,7 @@ class Streams:
                         log.exception("closing a stream failed")
 
     def get(self, number: str, caller: str | None) -> Stream:
-        """The caller's stream with this id; raises `Refused` (404) if there is none or it is another caller's."""
+        """Return the caller's stream with this id; raises `Refused` (404) if there is none or it is another caller's."""
         found = self._open.get(number)
         if found is None or caller is None or found.owner != caller:
             raise Refused(404, "there is no stream of this id; open one.", "stream_not_found")
@@ -173,25 +172,25 @@ class Streams:
         return made
 
     async def close(self, stream: Stream, forget: bool = False) -> None:
-        """Cancel the stream's calls and release its memory. `forget`: replicas also delete the state that they share."""
+        """Cancel the stream's calls and free its memory. `forget`: replicas also delete its state in their shared folder."""
         if self._open.pop(stream.id, None) is not None:
             self.admission.release_promise(stream.promise)
             await stream.session.close()
 
     async def load_current(self, number: str, caller: str | None) -> None:
-        """Load the stream if another replica holds it; a single server does nothing."""
+        """Load the stream's newest state, if replicas share streams (`ReplicatedStreams`); a single server does nothing."""
 
     async def on_stream_change(self, stream: Stream) -> None:
-        """Hook, called after a stream took in frames or a turn of a conversation."""
+        """Hook for subclasses, called after a stream took in frames or text, or answered a turn of a conversation."""
 
     def folder(self, name: str, caller: str) -> Path:
-        """Folder in which a caller's stream is saved under `name`; raises `Refused` if saving is disabled."""
+        """Return the folder where a caller's stream is saved under `name`; raises `Refused` if saving is disabled."""
         if self.engine.settings.saves is None:
             raise Refused(403, "this server saves no streams; start it with --saves FOLDER.")
         return self.engine.settings.saves / caller / name
 
     async def add_frames(self, stream: Stream, asked: FramesRequest) -> int:
-        """Take frames or a video into a stream, and then lines of text; returns the number of frames."""
+        """Add frames or a video to a stream, and then lines of text; return the number of frames added."""
         given = bool(asked.frames) + (asked.video_url is not None)
         if given == 2 or not (given or asked.text):
             raise ModelError("frames: give frames or a video_url, one of the two, or text.")
@@ -223,7 +222,7 @@ class Streams:
     async def watch(
         self, stream: Stream, pieces: Sequence[str | bytes], times: list[float] | None, fps: float | None
     ) -> int:
-        """Decode the encoded frames `pieces` (bytes or base64) and feed them to `stream`; return how many it has taken."""
+        """Decode the encoded frames `pieces` (bytes or base64) and add them to `stream`; return how many were added."""
         deadline = Deadline(self.limits.seconds)
 
         def read() -> Tensor:
@@ -277,7 +276,7 @@ class Streams:
                 await self.on_stream_change(stream)
 
     def answer_json(self, stream: Stream, asked: AskRequest, answer: Answer) -> dict[str, Any]:
-        """An answer as a JSON-ready mapping; also updates the metrics."""
+        """Return an answer as a JSON-ready mapping; also updates the metrics."""
         metrics, counted = self.engine.metrics, answer.counters
         draft = {"proposed": counted.get("drafted", 0), "accepted": counted.get("accepted", 0)}
         metrics.count_answer(answer.ttft_s or None, answer.tokens_per_s, len(answer.ids), draft)
@@ -297,7 +296,7 @@ class Streams:
 
 
 async def get_open_streams(request: Request, asks: Asks) -> Streams:
-    """FastAPI dependency: the server's open streams, with the request's own loaded from another replica if need be."""
+    """FastAPI dependency: the server's open streams; the request's own is first loaded from another replica if need be."""
     streams: Streams = request.app.state.streams
     await streams.load_current(request.path_params.get("number", ""), asks)
     return streams
@@ -307,7 +306,7 @@ TheStreams = Annotated[Streams, Depends(get_open_streams)]
 
 
 async def stream_json(stream: Stream) -> dict[str, Any]:
-    """A stream as a JSON-ready mapping: its contents, and the cluster of each time step in the first layer with clusters."""
+    """Return a stream as a JSON-ready mapping: contents, and each time step's cluster in the first layer with clusters."""
     clusters = await run_in_thread(stream.session.clusters)
     return {
         "id": stream.id,
@@ -329,7 +328,7 @@ async def open_stream(body: SessionRequest, streams: TheStreams, asks: Asks) -> 
 
 @router.get("/{number}")
 async def get_stream(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
-    """State of a stream, and the cluster of each time step."""
+    """Return the state of a stream, and the cluster of each time step."""
     return await stream_json(streams.get(number, asks))
 
 
@@ -345,7 +344,7 @@ async def send_frames(
 
 @router.get("/{number}/frames/{frame}", response_class=Response)
 async def get_thumbnail(number: str, frame: int, streams: TheStreams, asks: Asks) -> Response:
-    """Thumbnail of a frame, or of the last kept one before it, as JPEG."""
+    """Send the thumbnail of a frame, or of the last frame before it that has one, as JPEG."""
     file = streams.get(number, asks).kept.pictures.nearest_thumbnail(frame)
     if file is None:
         raise Refused(404, f"frames: there is no picture of frame {frame}.")

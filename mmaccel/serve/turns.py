@@ -11,8 +11,8 @@ from mmaccel.serve.settings import Refused
 
 
 class FairQueue:
-    """Fair queue of requests, served caller by caller. At most `first` hold a turn and at most `waiting` wait for one. Those
-    that have passed theirs on go on without one, at most `more` at a time (`most` run in all)."""
+    """Fair queue of requests, which gives turns to callers in rotation. At most `first` requests hold a turn and `waiting`
+    wait for one. A request may pass its turn on and run without one; at most `more` do so at a time (`most` run in all)."""
 
     def __init__(self, first: int, waiting: int, more: int = 0) -> None:
         self._free, self._room, self._more, self.most = first, waiting, more, first + more
@@ -24,8 +24,8 @@ class FairQueue:
 
     @asynccontextmanager
     async def wait_for_turn(self, caller: str) -> AsyncIterator[Callable[[], None]]:
-        """Context that waits for and holds a turn of `caller`. It yields a function that passes the turn on early, unless
-        `more` others have done so already. Raises `Refused` if too many wait."""
+        """Context that waits for a turn of `caller` and holds it. It yields a function that passes the turn on early; it
+        does nothing while `more` others run without one. Raises `Refused` if too many wait."""
         if self._free:
             self._free -= 1
         elif len(self) >= self._room:

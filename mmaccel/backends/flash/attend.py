@@ -56,7 +56,7 @@ class FlashCallLayout(NamedTuple):
 
     Key spans are concatenated, each starting at a tile boundary; or, with `own`, all spans read the first `own` keys of the
     key tensor in place (None: keys are gathered). `in_place`: queries are read in place; bounds, seen: results of
-    `window_bounds`; sizes: numbers of queries and keys, padding included.
+    `window_bounds`, None if the mask needs tensors; sizes: numbers of queries and keys, padding included.
     """
 
     spans: list[ConcatenatedSpan]
@@ -69,7 +69,7 @@ class FlashCallLayout(NamedTuple):
 
     @classmethod
     def of(cls, part: Part, n: int, block_q: int, block_k: int, rows: int) -> FlashCallLayout:
-        """The setup of a flash-attn call for `part` and a query of `n` rows."""
+        """Choose the layout of the flash-attn call for `part` and a query of `n` rows; `rows`: as in `block_attend`."""
         plain = all(span.lists.index is None for span in part.spans)
         tiles = TileSizes.of(block_q, block_k, plain)
         P = part.q_row.shape[-1]
@@ -111,7 +111,7 @@ class FlashCallLayout(NamedTuple):
         )
 
     def block_sparse_tensors(self, heads: slice) -> tuple[Tensor, ...]:
-        """The four block-sparse tensors of flash-attn for some heads."""
+        """Build flash-attn's four block-sparse tensors for some heads: count and index of masked tiles, then of full."""
         some = [lists.for_heads(heads) for lists in self.block_lists]
         return _block_tensors(some, self.tiles, *self.sizes, together=self.own is not None, seen=self.seen)
 
@@ -125,7 +125,7 @@ class FlashCallLayout(NamedTuple):
 def prepare_mask_tensors(
     part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, rows: int
 ) -> list[Tensor]:
-    """Mask tensors of a part, and its block-sparse tensors if small; cached, and shared by all layers."""
+    """Return the mask tensors of a part and, if small, its block-sparse tensors; cached with the part for all layers."""
     (H, n), group = query.shape[1:3], query.shape[1] // key.shape[1]
 
     def made() -> list[Tensor]:
@@ -240,8 +240,8 @@ def gather_head_rows(x: Tensor, row: Tensor, heads: int) -> Tensor:
 
 
 def head_chunks(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator[slice]:
-    """Slices of heads whose block-sparse tensors are built together: all heads if they share lists, else as many as fit in
-    memory, in multiples or divisors of the `group` that shares a key/value head."""
+    """Yield slices of heads whose block-sparse tensors are built together: all heads if they share lists, else as many as
+    fit in memory, in multiples or divisors of the `group` that shares a key/value head."""
     step = heads
     if any(one.head_count > 1 for one in lists):
         pairs = max(one.row.shape[0] for one in lists) * sum(one.kind.shape[-1] for one in lists)
@@ -298,9 +298,9 @@ def call_flash_attn(
     scale: float,
     bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Call flash-attn: out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]. The mask is
-    `bounds` (`key_bounds`), or else the tensors `mask_tensors` (`key_run_mask_tensors` if `compares_key_indices`, else
-    `position_run_mask_tensors`)."""
+    """Call flash-attn: out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]. `tensors`:
+    the block-sparse tensors. The mask is `bounds` (`key_bounds`), or if None the tensors `tests`: `key_run_mask_tensors` if
+    `by_key`, else `position_run_mask_tensors`."""
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 

@@ -1,5 +1,5 @@
-"""Tiles of flash-attn 4: which are listed, masked or full, and for each query the runs of keys or positions that it sees,
-which the mask compares. No host synchronization."""
+"""Tiles of flash-attn 4: which are computed, and which of these need a mask; and the tensors that the mask functions read:
+for each query the runs of keys or positions that it sees. No host synchronization."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def window_bounds(
 ) -> tuple[tuple[int, ...], tuple[int, int] | None]:
     """Reduce the bounds of a sliding-window span plus an attention-sink span to one mask.
 
-    If one of two spans is a window near the queries and the other whole tiles of the first keys, ending where the window
-    starts, returns the window's bounds and (keys, past): query i sees those of the first `keys` keys before i + past, and a
-    tile is FULL if its first query sees its last key. No tile needs both spans, as the window exceeds a tile of queries plus
-    one of keys. Otherwise returns `bounds` unchanged and None.
+    Applies if there are two spans: a window up to each query that is longer than a tile of queries plus one of keys, and the
+    first keys, a whole number of tiles, as far as the window does not reach. Then no tile needs both. Returns the window's
+    bounds and (keys, past): query i sees those of the first `keys` keys that are before i + past, and a tile of these is
+    FULL if its first query sees its last key. Otherwise returns `bounds` unchanged and None.
     """
     for near, far in ((bounds[:3], bounds[3:]), (bounds[3:], bounds[:3])) if len(bounds) == 6 else ():
         first_keys = far[0] <= -n_query and far[1] == near[0] and far[2] <= near[2]
@@ -105,8 +105,8 @@ def window_bounds(
 def key_run_mask_tensors(
     spans: Sequence[ConcatenatedSpan], tiles: TileSizes, blocks: tuple[int, int]
 ) -> list[Tensor]:
-    """Return the tensors of the mask `key_run_mask_mod`, for spans whose keys are at their own position: for each span [b,
-    h, 2, P] int32, the first key that each query sees, and how many from there."""
+    """Return the tensors of the mask `key_run_mask_mod`, for spans whose keys are rows 0, 1, 2, ... of the key tensor:
+    for each span [b, h, 2, P] int32, the first key that each query sees, and how many keys it sees from there."""
     found = []
     for span in spans:
         assert span.key_count is not None
@@ -122,8 +122,8 @@ def position_run_mask_tensors(
     spans: Sequence[ConcatenatedSpan], tiles: TileSizes, blocks: tuple[int, int]
 ) -> list[Tensor]:
     """Return the tensors of the mask `position_run_mask_mod`, for any spans: [b, h, N], the position of each key; then for
-    each span [b, h, 4, P], for each query the first position that it sees and how many follow, the first key that is listed
-    for it and how many follow. int64 if positions are."""
+    each span [b, h, 4, P]: the first position that a query sees and how many positions, the first key that is listed for it
+    and how many keys. int64 if positions are."""
     wide = any(t.dtype == torch.int64 for span in spans for t in (span.of.q_pos, span.of.k_pos))
     dtype = torch.int64 if wide else torch.int32
     never = NEVER[dtype]

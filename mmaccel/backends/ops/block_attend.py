@@ -49,7 +49,7 @@ def memoize(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) ->
 
 
 def common_batch_and_heads(*tensors: Tensor) -> tuple[int, int]:
-    """Broadcast the leading sizes (sequences, heads) of tensors [b, h, ...], each full or 1."""
+    """Return the leading sizes (sequences, heads) to which tensors [b, h, ...] broadcast; each size is full or 1."""
     b, h = (max(sizes) for sizes in zip(*(t.shape[:2] for t in tensors), strict=True))
     return b, h
 
@@ -61,8 +61,8 @@ class BlockLists:
     row [b, h, M, 5] int64: BEGIN, COUNT, HEAD, TAIL, SHIFT of each query block. Its list is the distinct key blocks
     ``index[BEGIN + e] + SHIFT`` for e < COUNT. Entries with e < HEAD or e >= TAIL are masked pair by pair; the others have
     the kind of their key block.
-    index [E] int32, or None: entry e is block e. Blocks between those that neighbouring lists name then hold no pair in
-    the range of the span.
+    index [E] int32, or None: entry e is block e, so each list is a run of blocks. The lists of neighbouring query blocks may
+    then be joined to one run: the key blocks between them hold no pair in the range of the span.
     kind [b, h, N / block] int8: FULL, or ABSENT if a key of the block is absent.
     """
 
@@ -181,7 +181,7 @@ class KeySpan:
 
 
 class HeadRange(NamedTuple):
-    """Adjacent query heads `first` .. `past` - 1, equally many per key/value head; only those in `heads` use the part."""
+    """Adjacent query heads `first` .. `past` - 1, equally many per key/value head; of these only `heads` use the part."""
 
     heads: tuple[int, ...]
     first: int
@@ -200,7 +200,7 @@ class HeadRange(NamedTuple):
 
     @property
     def head_indices(self) -> tuple[int, ...]:
-        """Indices of the wanted heads within the range of heads."""
+        """Indices, within the range, of the heads that use the part."""
         return tuple(head - self.first for head in self.heads)
 
 
@@ -210,8 +210,8 @@ class Part:
 
     q_row [b, h, P]: rows of the query tensor, padded with -1 to whole blocks. head_range: the heads of the part (h is 1 or
     their number); None: all. merge_group: parts of one group have disjoint rows; parts of different groups may share rows,
-    over disjoint keys, and are merged by log-sum-exp. sinks, edge: in masked blocks, query row i may also attend to key row
-    j only if ``j < sinks`` or ``j > i + edge``; with an edge of None to any.
+    over disjoint keys, and are merged by log-sum-exp. sinks, edge: a further condition in masked blocks, if edge is set:
+    query row i attends to key row j only if ``j < sinks`` or ``j > i + edge``.
 
     What is known on the host; None means not known:
     ordered   `q_row` is 0 .. ordered - 1 in this order, then -1
@@ -276,7 +276,7 @@ class Part:
 
     @staticmethod
     def unpack(q_row: Tensor, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Part:
-        """Rebuild a plan part from the results of `pack`, for all heads of the tensors it is used with."""
+        """Rebuild a plan part from the results of `pack`; it applies to all heads of the tensors it is used with."""
         known: list[Any] = [None if n == UNKNOWN else n for n in numbers]
         spans = []
         for s in range((len(numbers) - 4) // 7):
@@ -314,8 +314,8 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def empty_output(
     query: Tensor, value: Tensor, part: int, rows: int, whole: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Allocate out [B, H, P, D] and lse [B, H, P] of `block_attend` in the part's row order, uninitialized; `part` is P. If
-    `rows` is not 0: [B, H, rows, D] and [B, H, rows] in the query's order, preset to 0 and -inf for rows the part lacks
+    """Allocate out [B, H, P, D] and lse [B, H, P] of `block_attend` in the part's row order, uninitialized; `part`: size P.
+    If `rows` is not 0: [B, H, rows, D] and [B, H, rows] in the query's order, preset to 0 and -inf for rows the part lacks
     unless it has all (`whole`); out is [B, rows, H, D] in memory."""
     B, H, D = *query.shape[:2], value.shape[-1]
     lse = query.new_empty(B, H, rows or part, dtype=lse_dtype(query.dtype))
@@ -340,8 +340,8 @@ def scatter_to_query_order(out: Tensor, lse: Tensor, q_row: Tensor, rows: int) -
 
 
 def prepare(kernel: Any, part: Part, *sizes: Any) -> tuple[list[Tensor]] | tuple[()]:
-    """The argument `prepared` of `block_attend`, as a tuple: what the attribute ``prepare`` of `kernel` makes of a part and
-    `sizes` (query [B, H, n, D], key [B, G, N, D], block_q, block_k, rows). Empty if the kernel has no ``prepare``."""
+    """Compute the argument `prepared` of `block_attend`, which can be reused for every layer, as a tuple: what the function
+    ``kernel.prepare`` returns for a part and `sizes` (query, key, block_q, block_k, rows); empty if there is none."""
     make = getattr(kernel, "prepare", None)
     return () if make is None else (make(part, *sizes),)
 

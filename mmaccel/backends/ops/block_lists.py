@@ -30,8 +30,8 @@ ROW = 5  # numbers of a list, in `BlockLists`
 
 
 def compacted(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Compact `value` [n] by each row of the mask `chosen` [..., n]: chosen values as int32, rows concatenated at stride n;
-    and how many precede each entry, [..., n + 1]."""
+    """For each row of the mask `chosen` [..., n], move the entries of `value` [n] where it is True to the front. Return them
+    as int32, n places for each row, flattened; and how many are chosen before each place, [..., n + 1]."""
     n = chosen.shape[-1]
     upto = pad(chosen.long().cumsum(-1), (1, 0))
     slot = torch.where(chosen, upto[..., :-1], n)
@@ -89,7 +89,7 @@ def key_band(
 def listed_area(
     row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
 ) -> Tensor:
-    """Number of query-key pairs in listed blocks, [b, h] int64. row [b, h, M, 5] and index: the fields of a `BlockLists`.
+    """Count the query-key pairs in listed blocks, [b, h] int64. row [b, h, M, 5] and index: the fields of a `BlockLists`.
     q_row [b, h, P], k_row [b, h, N]: the token of each slot; empty ones (-1) do not count."""
     nq, nk = _count_present(q_row, block_q), _count_present(k_row, block_k)
     (b, h), m = common_batch_and_heads(row, nq, nk), row.shape[2]
@@ -115,8 +115,8 @@ def listed_area(
 def restrict_key_rows(part: Part, sinks: int, edge: int, block_q: int, block_k: int) -> Part:
     """Restrict `part`: query row i sees only key rows j < `sinks` or j > i + `edge`. No host synchronization.
 
-    Each list is trimmed to its first and last block that may hold such a key, and blocks up to the edge are masked. With
-    sinks each span becomes two: keys before `sinks`, and the rest.
+    Each list is trimmed to its first and last block that may hold such a key, and blocks that reach the edge are masked pair
+    by pair. With sinks each span becomes two: keys before `sinks`, and the rest.
     """
     q_least, q_most, _ = block_bounds(part.q_row, part.q_row, block_q)
 
@@ -195,7 +195,7 @@ def _in_runs(lists: BlockLists, value: Tensor, bound: Tensor) -> tuple[Tensor, T
 
 
 def block_bounds(row: Tensor, pos: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Minimum and maximum position `pos` of the present rows in each block, [b, h, blocks] int64 (an empty range if
+    """Return the least and largest position `pos` of the present rows in each block, [b, h, blocks] int64 (an empty range if
     there are none); and int8 FULL if all rows are present, else ABSENT."""
     pos = pos.long()
     has = (row >= 0) & torch.ones_like(pos, dtype=torch.bool)
@@ -215,8 +215,9 @@ def assemble_slices(
 ) -> list[Tensor]:
     """Assemble tensors from slices of `sources`: one output of `sizes[i]` elements for each dtype in `KINDS`.
 
-    table: the FIELDS of each slice, concatenated. The first `fills` slices are written before the others; those of one phase
-    must not overlap. Elements that no slice covers are undefined. Sources are dense from the third dimension on.
+    table: the FIELDS of each slice, concatenated. The first `fills` slices are written first, then all others; within
+    each of these two steps slices must not overlap. Elements that no slice covers are undefined. Sources are dense from the
+    third dimension on.
     """
     device = sources[0].device
     out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, KINDS, strict=True)]

@@ -75,7 +75,7 @@ def _few(first: Tensor, *rest: object) -> bool:
 
 @operator("stream", serves=_few)
 def score_keys(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
-    """Dot product, or cosine similarity if `cosine`, of keys [R, C, d] and queries [R, d]: [R, C] float32."""
+    """Return the dot product, or the cosine if `cosine`, of keys [R, C, d] and queries [R, d]: [R, C] float32."""
     key = key.float()
     score = torch.bmm(key, query[:, :, None])[:, :, 0]
     if cosine:
@@ -106,8 +106,8 @@ def score_by_words(key: Tensor, words: Words, size: Tensor, cosine: bool) -> Ten
 
 @operator("stream", serves=_few)
 def mask_beyond_budget(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
-    """Which visual clusters are beyond the budget, [R, V] bool: better-scored ones already hold `limit` entries. False for
-    the best `fewest` clusters. score [R, V], size [V]; empty clusters rank last."""
+    """Mark the visual clusters beyond the budget, [R, V] bool: those where better-scored ones already hold `limit` entries,
+    but never the best `fewest`. score [R, V], size [V]; empty clusters rank last."""
     order = score.masked_fill(size == 0, -torch.inf).sort(dim=1, descending=True, stable=True).indices
     held = size[order]
     before = held.cumsum(1) - held
@@ -120,8 +120,8 @@ def mask_beyond_budget(score: Tensor, size: Tensor, limit: int, fewest: int) -> 
 def scores_and_preceding(
     score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Score [R, C] with -inf for clusters whose parent [R, C] (V: none) is in `without` [R, V], or without parents for empty
-    ones; and [R, C] long: how many entries better clusters hold. size [R, C]."""
+    """Set the score [R, C] of excluded clusters to -inf; return it, and how many entries better-scored clusters hold, [R, C]
+    long. Excluded: clusters whose `parent` [R, C] is V (none) or in the mask `without` [R, V]; without these, empty ones."""
     hidden = (
         size == 0 if parent is None or without is None else pad(without, (0, 1), value=True).gather(1, parent)
     )
@@ -138,11 +138,12 @@ def select_entries(
     own: EntryKeys,
     late: NewestEntries | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The entries that the first of R = 1 or 2 layers retrieves; and `ahead` entries to prefetch for the second, or None.
+    """Select the entries that the first of R = 1 or 2 layers retrieves; and `ahead` entries to prefetch for the second, or
+    None.
 
-    Retrieves `budget` entries: whole clusters, best first, then the best entries of the one that does not fit. They ascend;
-    those of `late` follow. Prefetched are entries in cluster order, padded with -1. `before` [R, C]: see
-    `scores_and_preceding`.
+    Retrieves `budget` entries: whole clusters, best first, then the best entries (by `own`) of the one that does not fit;
+    returned ascending, followed by the entries of `late`. The entries to prefetch are in cluster order, padded with -1.
+    before [R, C]: how many entries better clusters hold, from `scores_and_preceding`.
     """
     width = budget + lists.largest - 1
     found = _entries_in_order(before, lists, max(width, ahead))
@@ -175,7 +176,7 @@ def write_summary_tokens(
     """Write summary tokens to `out` [2, G, m, D]: mean keys and values (rows [C, G * D] each) of the first m clusters in the
     order of `rank_summary_clusters`. size [C] counts entries; picked [C] bool: the cluster was retrieved.
 
-    Returns their times [m] from `time` [C], and score biases [head + m] float32: 0 for the `head` columns before; for each
+    Returns their times [m] from `time` [C], and score biases [head + m] float32: 0 for the first `head` columns; for each
     token 0, or with `tokens` (tokens per entry) ``log(size * tokens)``, about -69 if picked or empty; -inf from token `left`
     on.
     """
@@ -193,7 +194,7 @@ def write_summary_tokens(
 
 
 def rank_summary_clusters(score: Tensor, picked: Tensor, size: Tensor) -> Tensor:
-    """Cluster order [C] long for summary tokens: by falling score, then `picked` ones, then empty ones. Plain PyTorch."""
+    """Return the order [C] of clusters for summary tokens: by falling score, then retrieved (`picked`), then empty ones."""
     # Finite, so that clusters outside the first stage's choice still come before those that are no candidates.
     lowest = torch.finfo(torch.float32).min / 2
     rank = score.clamp_min(lowest).masked_fill(picked, 1.5 * lowest).masked_fill(size == 0, -torch.inf)
@@ -201,7 +202,7 @@ def rank_summary_clusters(score: Tensor, picked: Tensor, size: Tensor) -> Tensor
 
 
 def count_better_entries(score: Tensor, size: Tensor) -> Tensor:
-    """How many entries better-scored clusters hold, [R, C] long, from score and size [R, C]. Plain PyTorch."""
+    """Count for each cluster the entries of better-scored clusters, [R, C] long; score, size [R, C]. Plain PyTorch."""
     order = score.sort(dim=1, descending=True, stable=True).indices
     held = size.gather(1, order)
     return torch.empty_like(held).scatter_(1, order, held.cumsum(1) - held)
@@ -231,7 +232,7 @@ def sum_query_groups(rows: Tensor, groups: int) -> Tensor:
 
 @operator("stream", serves=runs_triton_in_float32)
 def mean_query(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
-    """Mean query [G * D] float32 of the words (`count`; None: all) in rows [H, n, D], summed over the heads of a group."""
+    """Return the mean query [G * D] float32 of the first `count` (None: all) of rows [H, n, D], heads of a group summed."""
     return _mean_of_rows(rows, count).view(groups, -1, rows.shape[2]).sum(1).flatten()
 
 
@@ -239,9 +240,9 @@ def mean_query(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
 def predict_next_layer_input(
     words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None
 ) -> Tensor:
-    """Predict the hidden states that enter the next layer: `words` [n, E] plus `known` [E] float32, the usual change of a
-    layer. Also writes the mean of the first `count` [1] rows to `before` [E], and how much it changed since the previous
-    layer to `seen` [E] (None: do not)."""
+    """Predict a question's hidden states at the next layer's input, to prefetch for it: `words` [n, E] at this layer's, plus
+    `known` [E] float32, the change observed here before. Writes the mean of the first `count` [1] rows to `before` [E],
+    and by how much it differs from the former content, the previous layer's mean, to `seen` [E] (None: do not)."""
     now = _mean_of_rows(words, count)
     if seen is not None:
         torch.sub(now, before, out=seen)

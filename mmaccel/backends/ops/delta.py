@@ -1,5 +1,5 @@
 """Gated DeltaNet (arXiv 2412.06464): the update of its recurrent state for the few new rows of a decode step; for a prompt,
-what stands before and after the chunked update, which flash-linear-attention computes."""
+the convolution before and the gated norm after the chunked update, which flash-linear-attention computes."""
 
 from __future__ import annotations
 

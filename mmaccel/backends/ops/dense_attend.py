@@ -48,7 +48,7 @@ OLDER_LARGEST = 256  # the largest head size that 3 and 2 serve, in steps of 8
 
 
 class FlashAttnRelease(NamedTuple):
-    """A flash-attn release, its function, and whether it beats PyTorch for as many queries as keys (`square`)."""
+    """A flash-attn release, its function, and whether it is faster than PyTorch with as many queries as keys (`square`)."""
 
     release: int
     call: Callable[..., Any]
@@ -357,8 +357,8 @@ def mean_weights(query: Tensor, key: Tensor, at: Tensor, scale: float, bias: Ten
 def attend_in_slices(
     check: Callable[[], None], query: Tensor, key: Tensor, value: Tensor, scale: float, start: int
 ) -> Tensor:
-    """Causal attention [B, H, n, D] of query [B, H, n, D], of columns from `start` on, as `dense_attend`; `SLICE` rows at a
-    time, with `check` called between: on a CPU a long question's rows take longer than a frame, which `check` may let in."""
+    """Compute causal attention [B, H, n, D] as `dense_attend`, of query rows at columns from `start` on, `SLICE` rows at a
+    time. `check` is called between slices and may let a new frame run: on a CPU a long question takes longer than one."""
     parts = []
     for begin in range(0, query.shape[2], SLICE):
         if begin:

@@ -30,7 +30,7 @@ MERGED = 1 << 26
 
 
 def can_fuse(x: Tensor, *rest: object) -> bool:
-    """Whether these operators run as one kernel on `x`; else as the plain PyTorch code of the modules."""
+    """Whether each of these operators runs as one fused kernel on `x`; otherwise as plain PyTorch, as in the modules."""
     return x.dtype in HALVES and runs_triton(x)
 
 
@@ -55,8 +55,8 @@ def silu_multiply_(gate: Tensor, up: Tensor) -> None:
 
 @operator("pointwise", serves=can_fuse, mutates=("x",), fake=lambda: None)
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> None:
-    """Apply RoPE (arXiv 2104.09864) to x [B, H, n, D] in place, by cos and sin [B or 1, n, D]. The halves of a head are
-    paired, or its `adjacent` numbers.
+    """Apply RoPE (arXiv 2104.09864) to x [B, H, n, D] in place, by cos and sin [B or 1, n, D]. It rotates pairs of
+    numbers of a head: i and i + D / 2 or, if `adjacent`, 2 i and 2 i + 1.
 
     cos and sin in the dtype of x round each product, as decoder layers do; float32 ones round once, as vision towers do.
     """

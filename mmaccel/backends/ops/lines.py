@@ -97,9 +97,9 @@ def choose_grid_lines(
 def score_strides(value: Tensor, at: Tensor, low: int, high: int, score: str) -> Tensor:
     """Score each candidate stride of a grid pattern, from `low` to `high`: [B, H, strides].
 
-    A stride scores as its best residue class of lines does under `score`, summed over the kinds of lines. value [kinds, B,
-    H, n] float32: the weight of each column or diagonal, by its distance from the newest; at [B]: the largest distance there
-    is.
+    The score of a stride is that of its best residue class of lines, by `score`, summed over the kinds of lines. value
+    [kinds, B, H, n] float32: the weight of each column or diagonal, by its distance from the newest; at [B]: the largest
+    distance there is.
     """
     return value.new_empty(*value.shape[1:3], high - low + 1)
 
@@ -113,8 +113,8 @@ def _strongest_shapes(columns: Tensor, vertical: int, slash: int) -> tuple[Tenso
 def strongest(
     columns: Tensor, diagonals: Tensor, last: Tensor, vertical: int, slash: int
 ) -> tuple[Tensor, Tensor]:
-    """Indices of the K highest-scoring columns and of the K highest-scoring diagonals, [B, H, K] long, ascending; scores [B,
-    H, n], none negative.
+    """Return indices of the K highest-scoring columns and K highest-scoring diagonals, [B, H, K] long, ascending; scores
+    `columns` and `diagonals` [B, H, n], none negative.
 
     K is the lesser of n and `vertical` or `slash`. last [B]: the last valid line, -1 for none; unused entries are n.
     Diagonal 0 is always included. Ties are broken arbitrarily.
@@ -176,7 +176,7 @@ def _run_shapes(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Te
 
 @operator("prefill.lines", fake=_run_shapes)
 def list_slash_blocks(kept: Tensor, queries: Sequence[Tensor], block: int) -> tuple[Tensor, Tensor]:
-    """The key blocks that chosen diagonals touch, as row [B, H, M, 5] long and index int32 of a `BlockLists`.
+    """List the key blocks that chosen diagonals touch: row [B, H, M, 5] long and index int32 of a `BlockLists`.
 
     kept [B, H, N] bool: the diagonals; queries: the fields of `DiagonalKeyBlocks` of `policies/sparse/vertical_slash.py`.
     """
@@ -259,11 +259,11 @@ def sort_by_class(
     keys; stride [B] long: the number of classes. phases, each [B, H, 1] long: line, shift and dense, the class of vertical
     lines, the phase of slashes, the class of horizontal lines. room: at least the keys of any class; wide: int64 positions.
 
-    Returns tensors [B, H, P], [B, H, columns] or [B, H, rows]: rows of the queries by the class they pair with, -1 for those
-    of the `dense` class; their positions for slashes: class * (2 * room) + rank, where rank is that of the last key of the
-    paired class up to the query, or -1. With `columns` (at least the keys of any class) also, for vertical lines, the
-    positions of queries, and rows and positions of keys; slashes then skip these keys, so queries that pair with their class
-    have rank -1. With `rows` also rows and positions of the queries of the dense class.
+    Returns [B, H, P]: rows of the queries, sorted by the class of keys that they see along slashes, -1 for those of class
+    `dense`; and their positions for slashes, class * (2 * room) + rank of the last key of that class up to the query (-1 if
+    none). With `columns` (at least the keys of any class) also, for vertical lines, the queries' positions [B, H, P], and
+    rows and positions [B, H, columns] of the keys of class `line`; slashes then skip these keys (rank -1). With `rows` (at
+    least the queries of class `dense`) also the rows and positions [B, H, rows] of these queries.
     """
     (queries, q_begin, keys, k_begin, stride), (line, shift, dense) = order, phases
     (B, P), N, H = queries.shape[1:], keys.shape[2], line.shape[1]

@@ -54,7 +54,7 @@ class Architecture:
     shared    bytes of shared memory available to one thread block
     resident  bytes of shared memory of one multiprocessor
     has_run   whether our kernels have run on it; if not, they were compiled for it only
-    cudnn     whether cuDNN is faster than flash-attn 2 for as many queries as keys
+    cudnn     whether cuDNN is faster than flash-attn 2 if there are as many queries as keys
     columns   smallest N dimension of a tensor-core product
     lacks     each of `KERNELS` that does not run on it -> why, to follow "cannot run on this device: "
     """
@@ -119,8 +119,8 @@ ARCHITECTURES = (
 
 
 def find_architecture(name: str) -> Architecture:
-    """The entry of the architecture `name` in the table. An unknown newer NVIDIA architecture gets the entry of the last
-    older one; any other unknown one lacks all kernels."""
+    """Return the entry of the architecture `name` in the table. An unknown newer NVIDIA architecture gets the entry of the
+    last older one; any other unknown one lacks all kernels."""
     rows = {row.name: row for row in ARCHITECTURES}
     if name in rows:
         return rows[name]
@@ -138,7 +138,7 @@ def find_architecture(name: str) -> Architecture:
 
 @functools.cache
 def architecture_of(device: torch.device) -> Architecture:
-    """The table's entry for a CUDA or ROCm device of this machine."""
+    """Return the table's entry for a CUDA or ROCm device of this machine."""
     if torch.version.hip is not None:
         return find_architecture(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
     major, minor = torch.cuda.get_device_capability(device)

@@ -72,11 +72,13 @@ def flash_decode_kernel(
     BIAS: tl.constexpr, WINDOW: tl.constexpr, EACH: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attention over one piece of the cache, for all query heads of a key/value head (flash-decoding).
+    """Compute attention of the new tokens over one piece of the KV cache, for the query heads of one key/value head.
 
-    Program row r is head r % GROUP of new row r // GROUP. Under BIAS the first `biased` columns have a score bias. WINDOW:
-    bits of a word of `sees`. `lines` are strides (`launch_args.lines`). part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS]
-    (base 2) are float32; 0 and -inf for rows that see nothing of the piece.
+    Row r of a program is head r % GROUP of new token r // GROUP. BIAS: `bias` is added to the scores of the first `biased`
+    cache slots. TREE: each number in `sees` has a bit for each of the newest WINDOW slots, set if the token sees that slot.
+    EACH, if not 0: each sequence has its own cache, found by `table`. query_lines, key_lines, value_lines: strides
+    (`row_strides`). part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS] (base 2) float32: the results of the pieces, 0 and
+    -inf for rows that see nothing of a piece.
     """
     split = tl.program_id(0)
     g, b = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
@@ -139,7 +141,7 @@ def merge_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of attention of one row and head by their log-sum-exps; BLOCK_D of D elements."""
+    """Merge the pieces of one new token and head by their log-sum-exps; a program computes BLOCK_D of the D elements."""
     row, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     i, d = row // BLOCKS, row % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -363,7 +365,7 @@ def _tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) 
 
 
 def partial_sum_sizes(squares: Tensor | None, block_r: int) -> tuple[int, int]:
-    """(PARTS, CHUNK): number of partial sums of squares per row, and how many a program loads at a time."""
+    """Return (PARTS, CHUNK): the number of partial sums per row of `squares`, and how many a program loads at a time."""
     parts = 0 if squares is None else squares.shape[1]
     return parts, min(triton.next_power_of_2(max(parts, 1)), max(HELD // block_r, 1))
 

@@ -27,13 +27,13 @@ def decode_int_arg(number):
 
 
 def leading_strides(t: Tensor) -> tuple[int, int]:
-    """Strides of the two leading dimensions (sequence, head), 0 where the size is 1 (shared)."""
+    """Return the strides of the two leading dimensions (sequence, head), 0 where the size is 1 (shared)."""
     if t.dim() < 3:
         return 0, 0
     return (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1) if t.shape[1] > 1 else 0)
 
 
 def row_strides(t: Tensor) -> tuple[int, int, int]:
-    """Strides of the sequence, head and row dimensions; 0 where the size is 1, since an unused stride that exceeds 32 bits
-    would compile another kernel."""
+    """Return the strides of the sequence, head and row dimensions; 0 where the size is 1, since an unused stride that
+    exceeds 32 bits would compile another kernel."""
     return (*leading_strides(t), t.stride(2))

@@ -46,8 +46,8 @@ class Batch:
     pays at this load (`DraftLengthTuner`), then targets verify. Targets that share a `Runner.together` run each step as one,
     and so do drafts. A runner without one, and rows of a token tree, run steps of their own.
 
-    told     called with the number of sequences in each step of targets that several may share
-    holding  returns a context manager that is held during a round
+    told     callback, called after each target step that sequences can share with the number of sequences in it
+    holding  returns a context manager that is held during a round, such as a lock
     """
 
     def __init__(
@@ -238,8 +238,8 @@ def _said(step: DraftStep, logits: dict[Speculation, Tensor]) -> dict[Speculatio
 
 @dataclass(frozen=True)
 class BatchedAnswerSteps:
-    """Runs one step of answers on several streams of a model as one batch (`Runner.together`); a single answer runs its own
-    step. `turns` is the model's lock."""
+    """Callable (`Runner.together`) that runs a decoding step of answers on several streams of one model as one batch; for a
+    single answer it runs that one's own step. `turns` is the model's lock."""
 
     turns: Any
 

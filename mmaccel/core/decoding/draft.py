@@ -45,10 +45,10 @@ UNIT_SLACK = 1e-3
 class Proposal:
     """Draft tokens that the target verifies in one pass.
 
-    ids [n] long (n may be 0: then the target decodes one token by itself). parents [n] long or None: index of each token's
-    parent among `ids`, before its own, -1 for the last committed token; None is a chain. Children of one parent are distinct
-    tokens, chosen without chance (q is None). q [n, V] or None: the distribution each token was drawn from; None is a point
-    mass (greedy or looked up).
+    ids [n] long (n may be 0: then the target decodes one token by itself). parents [n] long or None: index among `ids` of
+    each token's parent, an earlier token, or -1 for the last committed token; None is a chain. Children of one parent are
+    distinct tokens, chosen without chance (q is None). q [n, V] or None: the distribution each token was drawn from; None is
+    a point mass (greedy or looked up).
     """
 
     ids: Tensor
@@ -101,10 +101,10 @@ class Prompt:
     """Input of a draft: the raw model inputs (ids, pixels, grids), the ids [1, S], and the sampling settings.
 
     `warp` turns the raw logits of one token into the distribution it is drawn from (temperature, top-k, penalties, given the
-    ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known. `stream` is what `watch`
-    gave, asked the question: `inputs` have its ids alone. In a later turn of a conversation `past` are the columns that the
-    target holds, `inputs` are of what comes after them, and `previous_state` is what the last turn's `state_for_next_turn`
-    returned; `lasts` says that a later turn may follow. `deadline` is the call's (`generate.Deadline`).
+    ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known. `stream`: in a session,
+    the draft's own video stream, which has the question; `inputs` then have only ids. In a later turn of a conversation
+    `past` are the columns that the target holds, `inputs` are of what comes after them, and `previous_state` is what the
+    last turn's `state_for_next_turn` returned; `lasts`: one may follow. `deadline`: of the call (`generate.Deadline`).
     """
 
     inputs: Mapping[str, Any]
@@ -121,8 +121,8 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """A request to run one step of a draft model: `runner` over `ids` [n]. The draft gets logits [vocab], or only the argmax
-    [1] if `greedy`; tokens of `never` are excluded."""
+    """A request to run one step of a draft model: `runner` over `ids` [n]. The draft gets back the last token's logits
+    [vocab], or only their argmax [1] if `greedy`; tokens of `never` are excluded."""
 
     runner: Runner
     ids: Tensor
@@ -132,11 +132,11 @@ class DraftStep:
 
     @property
     def batch_key(self) -> tuple[Any, ...]:
-        """What must be equal for steps to be evaluated together by one call of `reduce_logits`."""
+        """A key: the logits of steps with equal keys can be reduced by one call of `reduce_logits`."""
         return self.vocab, self.never, self.greedy
 
     def reduce_logits(self, logits: Tensor) -> Tensor:
-        """Reduce the step's logits [m, V] to what drafts get: [m, vocab], or the argmax [m, 1] if `greedy`."""
+        """Reduce the logits [m, V] of m such steps to what drafts get: [m, vocab], or the argmax [m, 1] if `greedy`."""
         logits = resize_vocab(logits, self.vocab, float("-inf"))
         if never := [token for token in self.never if token < self.vocab]:
             logits = logits.index_fill(1, torch.tensor(never, device=logits.device), float("-inf"))
@@ -148,7 +148,7 @@ Drafting = Generator[DraftStep, Tensor, Any]
 
 
 class DraftState(ABC):
-    """The draft of one sequence, for one turn. `chooses`: `draft_steps` heeds `most`; `unread`: it has yet to prefill."""
+    """Drafts for one sequence, during one turn. `chooses`: `draft_steps` obeys `most`; `unread`: it has yet to prefill."""
 
     chooses, unread = False, False
 
@@ -161,12 +161,12 @@ class DraftState(ABC):
         """Take the prompt that the draft will continue; called once, before the target's prefill."""
 
     def prompt_pruner(self, given: TokenPruner | None) -> TokenPruner | None:
-        """Return the pruner of the draft's prompt: `given`, or None to read all of it. Called after `begin`."""
+        """Return the pruner for the draft's prompt: the recipe's `given` one, or None to read all. Called after `begin`."""
         return given
 
     def keep_columns(self, columns: Tensor) -> None:
         """Take the columns [n] of the prompt and of `Prompt.past` that the pruner keeps for the draft; called once, between
-        `begin` and the first `observe`, as soon as the target's early layers have run."""
+        `begin` and the first `observe_committed`, as soon as the target's early layers have run."""
         raise DraftError(f"{type(self).__name__} cannot prune what its draft sees; leave prune out.")
 
     def target_prefill_probe(self) -> ForwardProbe | None:
@@ -178,14 +178,14 @@ class DraftState(ABC):
         """Return the draft tokens that the target should verify next; may be empty."""
 
     def draft_steps(self, most: int | None = None) -> Drafting:
-        """Generator form of `propose`: yields the draft model's steps for the caller to run, and returns a proposal of at
-        most `most` tokens if the draft can choose."""
+        """Generator form of `propose`: yields each `DraftStep` of the draft model, which the caller runs, and returns a
+        proposal of at most `most` tokens (if the draft `chooses`)."""
         yield from ()
         return self.propose()
 
     def tail_token(self) -> Proposal:
-        """Return one token that follows the whole proposal, or none; it is verified as the last one. Called after the
-        target's step was launched, so work here overlaps verification."""
+        """Return a proposal of one token to verify after the last proposal, or an empty one. Called after the target's step
+        was launched, so work here overlaps verification."""
         return Proposal.empty()
 
     @abstractmethod
@@ -244,7 +244,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
     def open(self, target: ModelView) -> DraftState: ...
 
     def open_stream(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
-        """Open a stream for the frames of `session`; called once per session if "video" is in `needs`."""
+        """Open the draft's own video stream, for the session of these settings; called once if "video" is in `needs`."""
         raise DraftError(f"{self.name}: it opens no stream of its own; leave 'video' out of needs.")
 
 
@@ -254,7 +254,7 @@ def resume_draft_steps(work: Drafting, given: Tensor | Exception | None) -> Draf
 
 
 def run_draft(work: Drafting) -> Any:
-    """Run the drafting generator `work` to its end, each of its model steps by itself; return what it returns."""
+    """Run the drafting generator `work` to its end, one model step at a time, unbatched; return what it returns."""
     given: Tensor | Exception | None = None
     while True:
         try:

@@ -184,7 +184,7 @@ class Speculation:
 
     @torch.no_grad()
     def verify_logits(self, logits: Tensor | None) -> None:
-        """Verify the offered rows by the target's logits [n, V], and commit the accepted tokens."""
+        """Verify the rows of `rows_to_verify` by the target's logits [n, V] for them, and commit the accepted tokens."""
         first, self._first = self._first, None
         if first is not None:
             prompt = self._prompt
@@ -249,7 +249,7 @@ class Speculation:
 
     @property
     def may_adapt_draft_length(self) -> bool:
-        """Whether this sequence's number of drafted tokens may vary; under sampling it would change the random numbers."""
+        """Whether the number of drafted tokens may vary; under sampling it may not, as it would change the random draws."""
         return getattr(self._draft.state, "chooses", False) and self._prompt.warp is None
 
     @property
@@ -311,8 +311,8 @@ class Evidence:
     share     share of layers that attended to it: retrieved it, or had it in their local window; 0 if they attended only to
               summaries that represent it
     recalled  share of layers that retrieved it
-    score     of all that reached the answer's first token from units, the part that came from this one, 0 to 1, by attention
-              from layer to layer (rollout); None if the KV memory does not compute it
+    score     this unit's part, 0 to 1, of all attention that leads from units to the answer's first token, followed through
+              the layers (attention rollout); None if the KV memory does not compute it
     """
 
     frames: tuple[int, int]
@@ -326,9 +326,9 @@ class Evidence:
 class Answer:
     """An answer about a stream: its text, why it ended, its times, and the frames it is based on.
 
-    `ttft_s` seconds from the question to its first token on the host; `tokens_per_s` of those after it, or None; by time the
-    `evidence`, and the `lines` (begin, end, text) in its prompt. `counters` of the memory are of the session up to
-    this answer, earlier questions too: what one copied (`host_copies_in`, `host_bytes_in`) is less those before it.
+    `ttft_s`: seconds from the question to its first token on the host; `tokens_per_s`: of those after it, or None;
+    `evidence`, in order of time; `lines`: the timed texts (begin, end, text) in its prompt. `counters` of the memory count
+    all of the session up to this answer: what it alone copied (`host_bytes_in`) is the increase since the last one.
 
     finish_reason  why the answer ends: "stop", the model generated an end token; "length", it has `max_new_tokens`;
                    "positions", the model has no position for another token; "timeout" or "cancelled", the caller ended

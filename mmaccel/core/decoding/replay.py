@@ -22,7 +22,7 @@ def capture_graph(work: Callable[[], Any], device: torch.device, pool: Any) -> t
     """Capture `work` as a CUDA graph without running it; return the graph and the tensors that a replay fills. Their
     contents are valid until another graph of `pool` is replayed.
 
-    Not by `torch.cuda.graph`, which collects garbage and frees the pool: there are many captures, one after another.
+    `torch.cuda.graph` is not used: it would collect garbage and free the pool at each of many captures.
     """
     with _alone, torch.cuda.device(device):
         graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
@@ -53,12 +53,11 @@ class CudaGraphCache:
     The first call of a name runs the work eagerly, the second captures it, later ones replay. Without CUDA, and for work
     that cannot be captured, every call is eager.
 
-    Captures are valid while `mark` (see `set_data_place`) stays the same, which must cover every address that the work
-    reads,
-    except those that `at` names. For each name, captures are kept for the last `KEPT` values of `at`, so that sessions that
-    share a model each find theirs; over all names, about the last `MOST` used. What `at` names may be freed, and other data
-    of the same shape be allocated there: a capture then reads that. A capture reads nothing else that can be freed: rooms
-    and results are its own.
+    A capture stays valid while `mark` (see `set_data_place`) does not change. `mark` must cover each address that the work
+    reads, except those that `at` names: for each name the captures of the last `KEPT` values of `at` are kept, so that
+    sessions that share a model each find theirs, and about `MOST` captures in all. Data at `at` may be freed, and other data
+    of the same shape allocated there: a replay then reads that. Nothing else that a capture reads can be freed: it owns its
+    buffers and results.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,16 +74,16 @@ class CudaGraphCache:
         self._pool: Any = None
 
     def set_data_place(self, mark: Hashable) -> None:
-        """Declare by `mark` where the data lies that captured work reads; if `mark` differs from the last one, all captures
-        and buffers are dropped."""
+        """Declare by the key `mark` where the data lies that captured work reads; if it differs from the last one, all
+        captures and buffers are dropped."""
         if mark != self._mark:
             self._held.clear()
             self._rooms.clear()
             self._mark, self._pool = mark, None
 
     def is_captured(self, name: Hashable, at: Hashable = None) -> bool:
-        """Return whether a call of `name` needs no capture any more: it would replay one, or can never be captured. `at`
-        ...: for any `at`."""
+        """Return whether a call of `name` with place `at` captures nothing any more: it replays a graph, or can never be
+        captured. With ``at=...`` any place counts."""
         held = self._held.get(name, {})
         some = held.values() if at is ... else [held.get(at)]
         return not self.works or any(isinstance(one, _Replay | str) for one in some)

@@ -19,12 +19,12 @@ from mmaccel.core.prefill.prune import Stage, TokenPruner
 class DraftStreamSettings:
     """What a draft model needs to watch the frames that its target watches.
 
-    processor  the session's
-    kv, chunk  the KV memory, and the tokens of a pass
-    prune      the draft's own pruner, for a draft in another process
-    prompt     in the place of a session's processor, for a prompt of `generate`: a subclass of `PromptAdapter`, and the
-               inputs of one sequence without padding
-    deadline   of that call of `generate`, within which the prompt is to be sent to another process; None: no limit
+    processor  the session's processor
+    kv, chunk  the draft's KV memory, and its tokens per forward pass
+    prune      the pruner of the draft's tokens, for a draft in another process
+    prompt     instead of a processor, for a prompt of `generate`: a subclass of `PromptAdapter`, and the inputs of one
+               sequence without padding
+    deadline   that of the call of `generate`: by then the prompt must be sent to another process; None: no limit
     """
 
     processor: Any
@@ -40,8 +40,8 @@ class QuestionAttention:
     """The target question's attention to the visual tokens, by which a draft's pruner with this `stage` scores them.
 
     tokens_per_unit  P, of a unit (step of time) of the target
-    tokens  [n] long, ascending: the tokens a layer saw, as unit number * P + index in the unit; all models with the same
-            frames per unit number units alike
+    tokens  [n] long, ascending: the tokens that a layer saw, as unit number * P + index in the unit; models with equally
+            many frames per unit give the same frames the same unit number
     paid    [k, n] float32: the attention that the question paid to each, a mean over its rows, heads and the layers of the
             group `Stage.attention[k]`; 0 from a layer that did not see the token. For a pruner that reads hidden states, its
             score [1, n], shifted to be positive
@@ -66,7 +66,7 @@ class QuestionAttention:
 
 class DraftStream(ABC):
     """The video stream of a draft model, in a session or for a prompt of `generate`. An error in it ends drafting, not the
-    session or the call. That of a prompt reads the prompt's video by itself, and is given no frames."""
+    session or the call. A stream for a prompt reads the prompt's own video; it is given no frames."""
 
     pace: Any = None
     """What a strategy has measured of the answers so far, for the next one."""
@@ -105,8 +105,8 @@ class DraftStream(ABC):
         """Read what `save` wrote into a newly opened draft stream; raises `ModelError` if it does not fit."""
 
     def wait_for_device(self) -> None:
-        """Wait for what the device still has to do for others, so that `add_frames` is timed alone. Nothing to do where the
-        draft computes elsewhere."""
+        """Wait until the draft's device has done the work of others, so that `add_frames` can be timed by itself. Does
+        nothing if the draft runs in another process."""
 
     def end_ingest(self) -> None:
         """Tell the draft's stream that no more frames come for now."""

@@ -54,8 +54,8 @@ class MessageSocket:
     message.
 
     silence_s  longest time that sending may block on the other end; None: no limit
-    begun      since when half a message has been received, by `time.monotonic`; None: none has
-    offered    since when the other end has not taken the part that it is being sent; infinite while nothing is sent
+    begun      when the first bytes of a message came that is still incomplete, by `time.monotonic`; None: there is none
+    offered    when the bytes now being sent were offered to the other end; infinite while nothing is sent
     """
 
     def __init__(self, end: socket.socket, silence_s: float | None = None) -> None:
@@ -84,8 +84,8 @@ class MessageSocket:
             raise DraftError(f"the second process cannot be reached ({error}).") from error
 
     def receive_message(self, limit_s: float | None) -> Message | None:
-        """Return the next message, or None if it is not complete within `limit_s` (None: no limit): then what is there of it
-        is kept for the next call."""
+        """Return the next message, or None if it is not complete within `limit_s` (None: no limit); what has come of it by
+        then is kept for the next call."""
         until = None if limit_s is None else time.monotonic() + limit_s
         try:
             poll = select.poll()  # `select.select` would refuse the files of a program that has many open
@@ -185,7 +185,7 @@ class Outbox:
 class Worker:
     """A process that runs `service` ("module:function") with `options`; it is killed when this object is deleted.
 
-    The function gets a `MessageSocket` and the options, and serves until the wire breaks. An error in it is reported and
+    The function gets a `MessageSocket` and the options, and serves until the socket breaks. An error in it is reported and
     ends it. The worker sends a heartbeat twice a second while it is busy; one that sends nothing, or leaves a message
     unread, for `wire.silence_s` is ended. `ready` are the numbers that came with `READY`; `close` ends the process.
     """
@@ -241,8 +241,8 @@ class Worker:
         self._outbox.put(kind, numbers, blob)
 
     def wait_until_sent(self, limit_s: float | None = None) -> None:
-        """Wait until all messages that `post` queued are sent. After `limit_s` a process that has taken nothing for
-        `STILL_S` is ended: raises `DraftError`."""
+        """Wait until all messages of `send_in_background` are sent. After `limit_s`, if the process has accepted nothing for
+        `STILL_S`, it is ended, and `DraftError` is raised."""
         sent = self._outbox.wait(limit_s)  # another's message may be on its way by now
         while not sent and time.monotonic() - self.wire.offered < STILL_S:
             sent = self._outbox.wait(STILL_S)
@@ -270,7 +270,7 @@ class Worker:
         raise DraftError(f"{error}{why}") from error
 
     def receive_all(self) -> list[Message]:
-        """Return all messages that have arrived. Call it before a new task: a worker whose messages nobody reads blocks."""
+        """Return all messages that have arrived. Call it before a new task: a worker blocks if its messages are not read."""
         self._heard = time.monotonic()
         return list(iter(lambda: self.receive_message(0.0), None))
 
@@ -349,7 +349,7 @@ def send_heartbeats(wire: MessageSocket) -> Iterator[None]:
 
 
 def incoming_messages(wire: MessageSocket, on_arrival: Callable[[Message], None]) -> Iterator[Message]:
-    """Yield incoming messages until the wire breaks, then raise its error. A thread reads ahead while a message is being
+    """Yield incoming messages until the socket breaks, then raise its error. A thread reads ahead while a message is being
     handled, so that the sender of a large one need not wait, and calls `on_arrival` for each."""
     messages: queue.SimpleQueue[Message | DraftError] = queue.SimpleQueue()
 

@@ -129,7 +129,7 @@ def sync_to_disk(path: str | Path) -> None:
 
 @contextmanager
 def lock_folder(place: Path) -> Iterator[None]:
-    """Context that locks folder `place` against other saves, after a running one ends; it ends with the process."""
+    """Context that waits for a running save to folder `place`, then locks it; the lock also ends with the process."""
     handle, late = os.open(place, os.O_RDONLY), time.monotonic() + WAIT_S
     try:
         with suppress(OSError):  # a file system without locks

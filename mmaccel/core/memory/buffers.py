@@ -1,5 +1,5 @@
-"""Growing buffers for KV memories, rows of a stream's units (frames), and what the host has left, sends, and computes
-with one thread."""
+"""Helpers of KV memories: growing buffers, the buffer rows of a stream's units (frames), copies to the device, free host
+memory, and work on one CPU thread."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def grow_buffer(
 
 
 def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
-    """Return a host tensor, or long numbers, on `device`, without a device sync."""
+    """Return a host tensor, or a list of numbers as a long tensor, on `device`, without a device sync."""
     here = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
     pinned = device.type == "cuda" and here.numel() > 0
     return here.pin_memory().to(device, non_blocking=True) if pinned else here.to(device)
@@ -66,8 +66,8 @@ def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
 class UnitRowMap:
     """Maps the units (frames) of a stream to rows of a buffer, on the host, in NumPy; rows of forgotten units are reused.
 
-    The first rows belong to the units `old` [k], ascending, and each row n after them to unit n + `gap`; until `keep_rows`
-    is called a unit's row is its number.
+    The first rows belong to the units `old` [k], ascending, and each row n after these to unit n + `gap`. Until `keep_rows`
+    is called, a unit's row is its number.
     """
 
     def __init__(self) -> None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 class Footprint:
     """What a memory keeps and shows of a video, counted in frames (None: all of them). The default is all, on the device.
 
-    window    that a pass of live frames sees, and that the device keeps; cache: that it keeps besides
-    ingest    that a pass of a stored video sees; None: as many as there is room for
-    shown     that a question sees; recalled: of these, each layer finds so many by a search
-    host      that the host keeps of those that left the device; evicts: whether the oldest go when it is full
+    window    frames that a pass of live frames sees, and that stay on the device; `cache`: further frames kept there
+    ingest    frames that a pass of a stored video sees; None: as many as there is room for
+    shown     frames that a question sees; `recalled`: how many of these each layer finds by a search
+    host      frames that the host keeps of those that left the device; `evicts`: the oldest are dropped when it is full
     clusters  whether each frame is put into a cluster as it comes
     copied    whether every pass, question and token copies all that it sees from the host
-    deferred  whether frames are run when a question comes, and not before
+    deferred  whether frames are run only when a question comes
     """
 
     window: int | None = None

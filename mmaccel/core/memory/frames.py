@@ -12,7 +12,7 @@ from mmaccel.core.memory.kv import StreamState
 
 class FrameMemory(StreamState):
     """A stream memory that stores frames instead of keys and values, and runs the model on some of them for each question.
-    It takes no forward pass itself: the question runs on the memory from `new_kv_memory`, filled by `choose_units`."""
+    It takes no forward pass itself: the question runs on a `new_kv_memory`, filled with the frames of `choose_units`."""
 
     @abstractmethod
     def store_frames(self, frames: Tensor) -> None:
@@ -20,9 +20,9 @@ class FrameMemory(StreamState):
 
     @abstractmethod
     def choose_units(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
-        """Return the units to run for a question, ascending: number and frames [F, 3, H, W]. `paid`: for a draft's
-        memory, unit number -> attention that the target's question paid to it; empty: not known."""
+        """Return the units to run for a question, ascending: number and frames [F, 3, H, W]. `paid`, for a draft's
+        memory: unit number -> attention that the target's question paid to it; empty if unknown."""
 
     @abstractmethod
     def new_kv_memory(self) -> StreamState:
-        """Return an empty KV memory, in which the picked frames and one question are run."""
+        """Return an empty KV memory, into which the chosen frames and one question are run."""

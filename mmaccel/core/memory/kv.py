@@ -30,8 +30,8 @@ class KVView:
 
     In a stream the columns are the view's own, 0 .. N - 1 in the order of the keys, and the `n` queries are the last `n` of
     them; `query` [B, H, n, D] are the queries after RoPE, which the memory applies. `bias` [m] float32 is added to the
-    scores of the first m keys; or `layout` [1, N] describes the columns if the recipe's sparse pattern may choose among
-    them, one object for all layers that show as many of each kind.
+    attention scores of the first m keys. `layout` [1, N] describes the columns if the recipe's sparse pattern may choose
+    among them; layers that show equally many columns of each kind share one object.
     """
 
     key: Tensor
@@ -77,7 +77,7 @@ class KVState(ABC):
 
     @abstractmethod
     def held_columns(self) -> int:
-        """Return how many columns' keys are held (by the layer that holds most), with the copies that a question made."""
+        """Return how many columns are held, in the layer that holds most; copies that a question made count too."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -146,7 +146,7 @@ class KVPolicy(Policy, ABC, kind="kv"):
         return None
 
     def footprint(self, tokens: int, frames_per_unit: int) -> Footprint:
-        """Return what it keeps and shows of a video, for `costs`; a unit is `frames_per_unit` frames and `tokens` tokens."""
+        """Return what it keeps and shows of a video, to predict its costs; a unit has `tokens` tokens."""
         return Footprint()
 
     @abstractmethod
@@ -219,8 +219,8 @@ class StreamPass:
 @dataclass(frozen=True)
 class UnitEvidence:
     """How much an answer rests on one unit (frame): the share of layers that attended to it (retrieved or in the local
-    window), the share that retrieved it, and its part of all that reached the answer from units (`Evidence`; None: not
-    computed)."""
+    window), the share that retrieved it, and its part of all attention that reached the answer from units (as in `Evidence`;
+    None: not computed)."""
 
     share: float
     retrieved: float
@@ -279,23 +279,23 @@ class StreamState(KVState):
         """Return the memory to its state at `checkpoint`, also after a pass that failed."""
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
-        """Return the memory as it is now, for the `question_scope` of one question: frames that arrive meanwhile go to this
-        one, unseen. None: they wait for the answer. `stream` is the question's; `pause` lets them come amid `evidence`."""
+        """Return a copy of the memory as it is now, for the `question_scope` of one question, which sees no later frames.
+        None: frames wait for the answer. `stream`: the copy's facts; `pause` lets frames in while `evidence` is computed."""
         return None
 
     def limit_to_units(self, first: int, end: int) -> None:
-        """Restrict this snapshot's question to the units (frames) ``first .. end``: it retrieves no others."""
+        """Restrict this snapshot's question to the units (frames) from `first` to before `end`: it retrieves no others."""
 
     parts: bool = False  # whether units may also come while the question of a snapshot is between two layers
     several: bool = False  # whether another snapshot may be asked while the answer on one is decoded
     forgets: bool = False  # whether units may become too old (`forget_old_units`)
 
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
-        """Return where a caller that applies RoPE itself writes new keys and values; None: it has to call `view`."""
+        """Return where a caller that applies RoPE itself writes new keys and values of `layer`; None: call `view`."""
         return None
 
     def write_slot_per_layer(self) -> list[CacheSlot] | None:
-        """Return `write_slot` of all layers for an answer's tokens, before any layer runs; None: ask layer by layer."""
+        """Return `write_slot` of each layer for an answer's tokens, before any layer runs; None: use `write_slot`."""
         return None
 
     def units_that_fit(self, first: int, count: int) -> int:
@@ -303,9 +303,9 @@ class StreamState(KVState):
         return count
 
     def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
-        """Return how many units (frames) question `stream_pass` will see, and whether these keep their own positions. Called
-        before the question runs; its positions follow from it. If they keep them, all units of the stream count. Otherwise
-        they get consecutive positions, and those shown count (an upper bound if not yet known)."""
+        """Return how many units (frames) the question of `stream_pass` sees, and whether they keep their own positions.
+        Called before the question runs, as its positions follow. If they keep them, all units of the stream count. Otherwise
+        units get consecutive positions, and those shown count (an upper bound if not yet known)."""
         return self.units(), True
 
     def begin_ingest(self) -> None:
@@ -313,7 +313,7 @@ class StreamState(KVState):
         and views have a `layout`. Called before each clip, if the policy `ingests`."""
 
     def end_ingest(self) -> None:
-        """End an ingestion, and do work that was put off while units (frames) came; no more units come for now."""
+        """End an ingestion, and do the work that was postponed while units (frames) came; none come for now."""
 
     def forget_old_units(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
         """Forget units (frames) that are too old, and return the numbers of all units forgotten since the last call. `shown`
@@ -334,11 +334,11 @@ class StreamState(KVState):
         return None
 
     def record_shown_columns(self, layer: int, columns: Tensor) -> None:
-        """Record, during a question, that a pruner leaves only `columns` [k] of the view of `layer` before the question;
+        """Record that a pruner hides from the question all columns before it at `layer`, but for `columns` [k] of the view;
         `evidence` counts these alone."""
 
     def record_sparse_rows(self, layer: int, rows: int) -> None:
-        """Record that the first `rows` rows of a question attended sparsely at `layer`; `evidence` uses those after them."""
+        """Record that the first `rows` rows of a question attended sparsely at `layer`; `evidence` uses later rows."""
 
     def set_query_fields(self, policy: StreamPolicy) -> None:
         """Use from now on the `query_time_fields` of `policy`: fields that matter only to questions."""

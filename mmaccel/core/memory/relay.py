@@ -23,6 +23,6 @@ class _Relay:
 
 
 def delegate(to: Callable[..., Any]) -> Any:
-    """Define delegating methods in a class body: ``append = view = relay(to)`` makes methods of these names, each of which
-    returns ``to(self, name, *args, **kwargs)``. Their documentation is that of the base class."""
+    """Define delegating methods in a class body: ``append = view = delegate(to)`` makes methods of these names, each of
+    which returns ``to(self, name, *args, **kwargs)``. Their documentation is that of the base class."""
     return _Relay(to)

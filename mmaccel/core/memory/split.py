@@ -29,7 +29,7 @@ BY_LAYER = {"bytes", "seconds", "recalled", "pages", "fetch", "fetches", "copies
 
 @dataclass(frozen=True, eq=False)
 class LayerRange(ModelView):
-    """The `ModelView` of some consecutive `layers` of a model, numbered from 0, on device `at`."""
+    """The `ModelView` of consecutive `layers` of a model, on device `at`; its methods number these layers from 0."""
 
     layers: range = field(kw_only=True)
     at: torch.device = field(kw_only=True)
@@ -117,8 +117,8 @@ def _first(split: MultiDeviceStreamState, name: str, *given: Any, **named: Any) 
 class MultiDeviceStreamState(StreamState):
     """Several stream memories as one, each for consecutive layers on their device. All hold the same units (frames).
 
-    Devices work on several passes at once: no method waits for one of them. A memory begins a pass when the first of its
-    layers is asked for, since what is sent to its device is sent when that has done the pass before.
+    The devices work on different passes at the same time, as a pipeline, so no method waits for a device. A memory begins a
+    pass only when its first layer is called: what is copied to its device then comes after the work on the previous pass.
     """
 
     def __init__(self, parts: Sequence[tuple[range, torch.device, StreamState]]) -> None:
@@ -144,7 +144,8 @@ class MultiDeviceStreamState(StreamState):
 
     @property
     def parts(self) -> bool:  # type: ignore[override]
-        """Whether the memories of all devices accept units (frames) between two layers of a question."""
+        """Whether new units (frames) may be added between two layers of a running question: the memories of all devices
+        allow it."""
         return all(state.parts for state in self._states)
 
     append = receive_hidden = write_slot = count_summary_columns = seen_tokens = record_shown_columns = (
@@ -156,7 +157,7 @@ class MultiDeviceStreamState(StreamState):
 
     @property
     def last_listed(self) -> dict[int, Any] | None:  # type: ignore[override]
-        """Layer number in the model -> pairs listed in the last passes of an ingestion; one mapping for all devices."""
+        """Layer number -> counts of the query-key pairs that its pattern listed in the last passes of an ingestion."""
         return self._states[0].last_listed
 
     def view(self, layer: int, query: Tensor) -> KVView:
@@ -264,8 +265,8 @@ class MultiDeviceStreamState(StreamState):
         }
 
     def counters(self) -> dict[str, float]:
-        """Return the memories' figures: the sums of those that are counted layer by layer (`BY_LAYER`), and the largest of
-        all others."""
+        """Return the counters of all devices' memories as one set: the sum of each counter that adds up over layers
+        (`BY_LAYER`), and the largest value of any other."""
         found = [state.counters() for state in self._states]
         ways = {name: sum if BY_LAYER & {*name.split("_")} else max for name in found[0]}
         return {name: way(one.get(name, 0.0) for one in found) for name, way in ways.items()}

@@ -1,4 +1,4 @@
-"""The KV memory of a pruned prompt: layers after a pruning stage hold fewer columns, under the interface of a whole one."""
+"""The KV memory of a pruned prompt: layers after a pruning stage hold fewer columns, yet it is used like an ordinary one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class PrunedKVState(KVState):
     """The KV cache of one sequence whose prompt is pruned between layers: one memory for each run of layers between two
     stages.
 
-    `length` and `truncate` count columns of the whole sequence; part k holds the prompt columns `kept[k]` (None: all) and
-    all later columns.
+    `length` and `truncate` count columns of the whole sequence. The memory of the k-th run, part k, holds the prompt columns
+    `kept[k]` (None: all) and all later columns.
     """
 
     def __init__(self, pruner: TokenPruner, depth: int, part: Callable[[int], KVState]) -> None:
@@ -125,8 +125,7 @@ class PrunedKVState(KVState):
     ) -> Tensor | None:
         """Choose the prompt columns [n], ascending, that a decoded token sees in the layers after `scoring_layer`; None:
         all. They are chosen by its attention there: `query` [1, H, 1, D] over `key` [1, G, N, D], its own included. `column`
-        [N], ascending: which columns the keys are, if the memory has evicted some; only these, and shares of these, are
-        chosen."""
+        [N], ascending, are the columns of the keys if the memory has evicted some; the choice is then among these."""
         if self._watched is None:
             return None
         groups = key.shape[1]

@@ -145,10 +145,10 @@ class ForwardPass(PrefillPass):
     """A tensor in place of this pass, for compiled layers, whose arguments are tensors; they look the pass up by it."""
 
     def beats_dense(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
-        """Return whether the pattern of `layer` is faster than dense attention to `view` (None: all columns), by sizes and
-        measured costs. Without costs it is, unless "auto" expects it to save nothing of a later turn. If the most blocks
-        that it may list are slower, the expected number decides, scaled by how far this was off two passes ago (of an
-        ingestion) or at the last sparse layer, whose count is waited for."""
+        """Return whether `layer` should run its pattern and not dense attention over `view` (None: all columns), by sizes
+        and measured costs. Without costs it should, unless backend "auto" expects it to save nothing in a later turn. If the
+        most blocks that it may list cost more than dense, the expected number decides, corrected by the ratio of listed to
+        expected pairs two passes ago (in an ingestion) or at the last sparse layer, whose count it waits for."""
         choice, (B, H, n, _) = self.config.choice, query.shape
         if choice is None or not (choice.costs or (self.later and self.config.recipe.backend == "auto")):
             return True

@@ -96,8 +96,8 @@ class ContextGroup:
         return whole.movedim(0, dim)
 
     def patches_per_call(self, count: int, most: int) -> int:
-        """Return how many of `count` patches one call of the vision tower takes, at most `most`, so that every process gets
-        some. All of them if they are few, or within a call that already is one process's share."""
+        """Return how many of `count` patches one call of the vision tower takes, at most `most`, but so few that every
+        process gets a call. Returns `count` if they are few, or if the call already runs one process's share."""
         if self._runs or count < MIN_ROWS * self.size:
             return count
         return min(most, -(-count // self.size))
@@ -197,7 +197,7 @@ class ContextParallelKVState(KVState):
         self.coming: Sizes = ()
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Add this process's new columns; in a pass of few rows, which every process runs whole, only the last one adds."""
+        """Add this process's new columns; in a pass of few rows, which every process runs whole, only the last does."""
         count = self.coming[self.context.rank]
         self.memory.append(layer, key[:, :, :count], value[:, :, :count])
         if layer == 0:

@@ -101,7 +101,7 @@ class NewImageSpans:
         scale: float,
         backend: BlockAttend | None,
     ) -> Tensor:
-        """Compute attention [B, H, n, D] by `plan` and within images; rows `tails`, or all if `plan` is None, densely."""
+        """Compute attention [B, H, n, D] by `plan` and within images. Rows `tails` (all without a plan) are dense."""
 
         def dense(some: slice, begin: int, end: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = v.new_empty(len(q[some]), q.shape[1], end - begin, v.shape[-1])

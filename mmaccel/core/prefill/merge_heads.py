@@ -30,13 +30,14 @@ ALIGNED = 128
 def merge_plans(
     shares: Sequence[Share], heads: int, group: int, queries: TokenLayout, keys: TokenLayout
 ) -> AttentionPlan | None:
-    """Return one plan for `heads` heads, each of which is in one of `shares`; None if all are dense.
+    """Return one plan for all `heads` heads from `shares`, pairs of some heads and their plan (None: dense); None if all are
+    dense.
 
-    The rows of each head's parts follow one another, and the spans of all are side by side: a head that lacks one has empty
-    lists there, and beyond its rows is padding (-1). Spans share a slot when their ranges do, shifted to begin at 0; nothing
-    is rounded, and no list grows. Heads whose lists are runs of blocks in their order are a part of their own, as an
-    operator may read the lists of neighbours together there; so is each merge group of parts that share rows. `group` query
-    heads share a key/value head.
+    The query rows of each head's parts are concatenated, and padded with -1 to the longest. The spans of all heads are side
+    by side; a head without one of them has empty lists there. Spans whose ranges of distances are equally wide are joined,
+    shifted to begin at 0. No pair is added to what the plans list. Heads whose lists are runs of adjacent blocks form a part
+    of their own, as an operator may read neighbouring lists together there; so does each group of parts that share rows.
+    `group` query heads share a key/value head.
 
     Dense heads are not listed: at a million tokens the full lists of one head take 0.7 GB, and block lists run slower than a
     dense kernel. They are in the plan's `dense`, and one dense call computes them.
@@ -105,7 +106,7 @@ class PackedSlice(NamedTuple):
 
 
 class TensorPacker:
-    """Packs many pieces of tensors into a few buffers: `put` records a piece, and `flush` writes all in two launches."""
+    """Packs many tensors into a few buffers: `record_write` records a piece, `write_recorded` copies all in two launches."""
 
     def __init__(self) -> None:
         self._sources: list[Tensor] = []
@@ -115,7 +116,7 @@ class TensorPacker:
         self._made: list[Tensor] = []
 
     def reserve(self, shape: tuple[int, ...], value: int, dtype: torch.dtype, first: int = 0) -> PackedSlice:
-        """Reserve a tensor of `shape` [b, h, n], or of lists [b, h, n, 5], filled with `value` wherever nothing is put."""
+        """Reserve a tensor of `shape` [b, h, n], or of lists [b, h, n, 5], filled with `value` where nothing is written."""
         kind, size = block_lists.KINDS.index(dtype), prod(shape)
         to = PackedSlice(kind, self._ends[kind], shape, first)
         self._ends[kind] += size + -size % ALIGNED
@@ -127,9 +128,9 @@ class TensorPacker:
     def record_write(
         self, to: PackedSlice, heads: Sequence[int], t: Tensor, begin: int, more: int = 0, shift: int = 0
     ) -> None:
-        """Record a write of `t` [b or 1, heads or 1, n, ...] plus `more` into the columns from `begin` of `heads`.
+        """Record that `t` [b or 1, heads or 1, n, ...], plus `more`, be written into columns `begin` on of `heads` in `to`.
 
-        In lists `more` is added to where each begins, and `shift` to its last number.
+        In block lists, `more` is added only to the offset at which each list begins, and `shift` to its last number.
         """
         slots = [head - to.first for head in heads] if to.shape[1] > 1 else [0]
         row = prod(to.shape[3:])
@@ -151,14 +152,14 @@ class TensorPacker:
             at += count
 
     def write_recorded(self) -> None:
-        """Write all pieces recorded by `put` into the packed buffers."""
+        """Write all pieces that `record_write` recorded into the packed buffers."""
         fills = len(self._fills) // len(block_lists.FIELDS)
         self._made = block_lists.assemble_slices(
             self._sources, [*self._fills, *self._puts], fills, self._ends
         )
 
     def packed_tensor(self, of: PackedSlice) -> Tensor:
-        """Return the packed tensor at a `PackedSlice`, after `flush`."""
+        """Return the packed tensor at a `PackedSlice`, once `write_recorded` has run."""
         return self._made[of.kind][of.begin : of.begin + prod(of.shape)].view(of.shape)
 
 
@@ -176,12 +177,12 @@ class MergedSpan(NamedTuple):
 
     @property
     def distance_range_end(self) -> int:
-        """The end of the span's range of distances, after a shift by which all ranges begin at 0."""
+        """The end of the span's range of query-key distances, once it is shifted to begin at 0, as all ranges are."""
         return FAR if self.span.hi >= FAR else self.span.hi - self.span.lo
 
     def keys(self, known: list[Tensor]) -> Any:
-        """Return what identifies the span's keys: their addresses, or while a graph is traced their index in `known`, to
-        which new tensors are added."""
+        """Return a key that identifies the tensors of the span's keys: their addresses, or while a graph is traced their
+        index in `known`, to which new tensors are added."""
         traced = torch.compiler.is_compiling()  # an address is not known there
         keys = [t for t in (self.span.k_row, self.span.k_pos, self.span.bias) if t is not None]
         return tuple((_number(t, known) if traced else t.data_ptr(), t.shape, t.stride()) for t in keys)

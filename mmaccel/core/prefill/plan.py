@@ -37,7 +37,7 @@ def head_indices(heads: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class HeadRun(NamedTuple):
-    """A run of query heads that need no copy of their keys: adjacent key/value groups, with equally many query heads of
+    """Query heads whose keys and values are a view, without a copy: adjacent key/value heads, with equally many query heads
     each."""
 
     heads: tuple[int, ...]
@@ -77,8 +77,8 @@ def head_runs(heads: Sequence[int], group: int) -> list[HeadRun]:
 class DenseHeads:
     """The heads of a plan that use dense causal attention, computed by the dense operator.
 
-    heads ascending; of the queries, whose layout is `queries`, only the first `rows`; `keys` is the layout of all keys.
-    sinks and window as in `AttentionPlan.limit_to_window`; None for no window.
+    `heads` ascend. Of the queries, whose layout is `queries`, only the first `rows` are computed; `keys` is the layout of
+    all keys. `sinks` and `window` are as in `AttentionPlan.limit_to_window`; a window of None is no limit.
     """
 
     heads: tuple[int, ...]
@@ -142,10 +142,8 @@ class AttentionPlan:
 
     def limit_to_window(self, sinks: int, window: int) -> AttentionPlan:
         """Return this plan restricted to the first `sinks` columns and those less than `window` columns behind each query
-        (queries are the last columns); cached. All other pairs are dropped, and lists grow shorter.
-
-        Raises `RecipeError` if spans have keys of their own, which have no column.
-        """
+        (queries are the last columns); cached. All other pairs are dropped, and lists grow shorter. Raises `RecipeError` if
+        spans have keys of their own, which have no column."""
         if window >= self.n_key:
             return self
         if self.own_keys:
@@ -238,10 +236,8 @@ class AttentionPlan:
 
 
 def check_plan_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole: bool) -> None:
-    """Raise `RecipeError` if `plan` does not fit query [B, H, n, D] and key [B, G, N, D]; no device read.
-
-    who  the pattern; whole  no row is padding, so that each must be in a part
-    """
+    """Raise `RecipeError`, which names the pattern `who`, if `plan` does not fit query [B, H, n, D] and key [B, G, N, D]. No
+    device read. `whole`: no row is padding, so that each must be in a part."""
     B, H, n, _ = query.shape
     for name, size in (("batch", B), ("heads", H), ("n_query", n), ("n_key", key.shape[2])):
         if (planned := getattr(plan, name)) != size:
@@ -312,7 +308,7 @@ def _check_extra(span: KeySpan, where: str, sizes: Sequence[int]) -> None:
 
 
 def element_mask(part: Part, span: KeySpan, block_q: int, block_k: int) -> Tensor:
-    """Return [b, h, P, N] bool: the pairs of one span, in the plan's order. FULL blocks skip the test, as in kernels."""
+    """Return [b, h, P, N] bool: the pairs that a span computes, in the plan's order; blocks marked FULL need no test."""
     kind = span.lists.to_dense_table().repeat_interleave(block_q, 2).repeat_interleave(block_k, 3)
     gap = span.q_pos[..., :, None] - span.k_pos[..., None, :]
     inside = (gap >= span.lo) & (gap < span.hi)
@@ -346,8 +342,8 @@ def span_by_range(
 
     The positions of the keys ascend. A list is one run: from the first block that any row of the query block reaches to the
     last, including blocks between them if positions jump within a query block. With `table` [b, h, M, key blocks], only the
-    True entries of the run are listed, with room for all of them. `known`: `ordered`, `ranks` and `q_first` of `KeySpan`,
-    facts that the caller knows of the tensors.
+    True entries of the run are listed, in a buffer that could hold all. `known`: `ordered`, `ranks` and `q_first` of
+    `KeySpan`, facts that the caller knows of the tensors.
     """
     row, kind = key_band(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
     if table is None:
@@ -376,10 +372,8 @@ def span_from_table(
     **known: Any,
 ) -> KeySpan:
     """Return a span that lists the True entries of `table` [b, h, query blocks, key blocks]; positions in any order. Blocks
-    in which no pair has lo <= q_pos - k_pos < hi are dropped; those in which each pair has it need no test.
-
-    In each list the blocks that need a test come last. Waits for the device: sizes are read on the host.
-    """
+    in which no pair has lo <= q_pos - k_pos < hi are dropped; those in which each pair has it need no test, and come first
+    in each list. Waits for the device: sizes are read on the host."""
     b, h, m, n = table.shape
     row, index = table.reshape(b * h * m, n).nonzero(as_tuple=True)
     *of_queries, _ = block_bounds(q_row, q_pos, block_q)

@@ -62,8 +62,8 @@ class ForwardProbe:
     pass."""
 
     def read_layer_input(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
-        """Read the input `hidden` [B, n, E] of `layer` for the new columns of `run`; the number of layers stands for the
-        last output. Called only for the layers that the draft's pruner of the attached recipe reads."""
+        """Read the input `hidden` [B, n, E] of `layer` for the new columns of `run`; the number of layers means the
+        last layer's output. Called only for layers that the draft's pruner of the attached recipe reads."""
 
     def read_attention_inputs(
         self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -94,10 +94,10 @@ NOTE = "mmaccel_note"
 class Stage:
     """One point at which a pruner drops tokens of a prompt.
 
-    layer      decoder layers run before it; 0 is before the language model
+    layer      number of decoder layers run before it; 0 is before the language model
     hidden     the hidden states it reads, each by the number of layers run before it, at most `layer`
-    attention  the layers whose attention it reads, in groups that are averaged; between layers of the target, `layer`
-               itself or the one before
+    attention  the layers whose attention it reads, in groups that are averaged; a stage between layers of the target may
+               read only `layer` and the one before
     share      the share of the prompt's candidates that remains after it
     """
 
@@ -175,9 +175,9 @@ class TokenPruner(Policy, ABC, kind="prune"):
 
     def for_stream(self) -> TokenPruner | None:
         """Return the pruner to use on a stream, where a question sees cached keys and values but no hidden states; None:
-        unsupported. A pruner of stage "layer" acts on what the question retrieves (`RetrievedTokenPruning`), in layouts
-        whose frames are the units shown, by rank, without cells. A `compact` one of stage "frames" acts on each `group` of
-        frames before it is stored as one unit of `kept_token_count` tokens."""
+        unsupported. A pruner of stage "layer" acts on what the question retrieves (`RetrievedTokenPruning`): its layouts
+        count only the units shown, each as a frame, and have no cells. A `compact` one of stage "frames" acts on each
+        `group` of frames before it is stored as one unit of `kept_token_count` tokens."""
         return self if self.stage == "layer" and self.needs <= {"attention"} else None
 
     def kept_token_count(self, tokens: int) -> int:
@@ -188,14 +188,14 @@ class TokenPruner(Policy, ABC, kind="prune"):
 
     @property
     def scoring_layer(self) -> int | None:
-        """The layer whose attention chooses the video tokens that a decoded token sees in later layers; None: all."""
+        """The layer whose attention chooses the video tokens that later layers show a decoded token; None: all."""
         return None
 
     def recalled_columns(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
         """Return the cached visual columns that a decoded token sees: [n] long, ascending, out of `columns` [m].
 
         attention [m]: the token's attention to them at `scoring_layer`, averaged over heads. before [m]: the same at the
-        previous step, or None at the first. None: keep the last choice.
+        previous step, or None at the first. A result of None keeps the choice of the previous step.
         """
         return None
 
@@ -235,7 +235,7 @@ class ScorePruner(FixedRetentionPruner):
 
 
 def check_pruning_stages(pruner: TokenPruner, depth: int) -> tuple[Stage, ...]:
-    """Return the stages of `pruner` for a model of `depth` layers; raises `RecipeError` for an impossible declaration."""
+    """Return the stages of `pruner` for a model of `depth` layers; raises `RecipeError` if they cannot be run."""
     who, stages = f"prune {pruner.name!r}", tuple(pruner.pruning_stages(depth))
     for name in pruner.needs:
         if name not in SIGNALS:
@@ -282,7 +282,7 @@ def _layers(first: int, last: int) -> str:
 
 
 def check_kept_columns(pruner: TokenPruner, columns: Tensor, layout: TokenLayout) -> Tensor:
-    """Return `columns` that `pruner` keeps of `layout`; raises `RecipeError` if they are not valid. One device read."""
+    """Check the `columns` of `layout` that `pruner` keeps, and return them; raises `RecipeError`. One device read."""
     who = f"prune {pruner.name!r}: keep"
     if columns.dtype != torch.long or columns.ndim != 1:
         raise RecipeError(f"{who} gives {list(columns.shape)} {columns.dtype}; give columns [n], long.")
@@ -352,9 +352,9 @@ def complement_indices(chosen: Tensor, among: int) -> Tensor:
 def question_text_columns(layout: TokenLayout) -> Tensor:
     """Return the columns [n] of the question.
 
-    They are the words of the last user message (`TokenLayout.asked`): the text after the last visual token and text of the
-    same message before it, or only the latter if just chat markup follows. If the chat markup is unknown (`asked` is empty):
-    the text after the last visual token, or all text if none follows; without text, the last column.
+    They are the words of the last user message, before and after its visual tokens, without chat markup
+    (`TokenLayout.asked`). If the chat markup is unknown (`asked` is empty): the text after the last visual token, or all
+    text if none follows; without text, the last column.
     """
     rows = (layout.asked[0] & layout.valid[0]).nonzero()[:, 0]
     if rows.numel():
@@ -366,8 +366,8 @@ def question_text_columns(layout: TokenLayout) -> Tensor:
 
 def observation_columns(layout: TokenLayout, last: int | None = None) -> Tensor:
     """Return the columns [n] whose attention to the visual tokens is read: the text after the last visual token, or, if none
-    follows, the last column, as no earlier row sees them all. Without visual tokens, all text. `last`: only of the last
-    columns, those of a turn."""
+    follows, the last column, as no earlier row sees them all. Without visual tokens, all text. `last`: only from the `last`
+    columns, which are the current turn."""
     text, after = _text(layout)
     if last is not None:
         after = after & (text >= layout.length - last)

@@ -60,7 +60,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     dense     it plans nothing: prefill stays dense
     reads_values  the plan depends on values too, as pooled keys need pooled values: `plan` is given `value`
     compiles  inductor may compile `plan` as one graph; a plan that reads the device cannot be compiled
-    note    what `for_model` found otherwise than asked, for the report's notes: a sentence from "sparse: "; "": nothing
+    note    a sentence for the report, beginning with "sparse: ", on what `for_model` could not do as asked; "": nothing
     """
 
     adaptive: ClassVar[bool] = False
@@ -98,9 +98,9 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     ) -> AttentionPlan | None:
         """Return the plan of one layer; None means dense attention.
 
-        query [B, H, n_query, D] and key [B, G, n_key, D] after RoPE, H a multiple of G; layouts of the same lengths;
-        `q_layout.position` and `k_layout.position` count alike. Queries may be the last rows of a longer sequence. A row for
-        which no key is listed gets zeros; `check_policy` warns of it.
+        query [B, H, n_query, D] and key [B, G, n_key, D] after RoPE, H a multiple of G; layouts of the same lengths, whose
+        `position`s count from the same token. Queries may be the last rows of a longer sequence. A row for which no key is
+        listed gets zeros; `check_policy` warns of it.
         """
 
     def plan_heads(
@@ -142,7 +142,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
 
     @abstractmethod
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
-        """Return the most key blocks listed for one head, `n_query` rows and `n_key` keys; from host numbers alone."""
+        """Return the most key blocks listed for one head, `n_query` rows and `n_key` keys, from these numbers alone."""
 
     def expected_blocks(
         self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None

@@ -1,4 +1,4 @@
-"""Runs a question on a stream up to its first token, with the memory restored when the answer ends; and its decoding."""
+"""Runs a question on a stream up to its first token, decodes the answer, and restores the memory when the answer ends."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run_question(
 
     room    tokens that the answer may have
     weigh   whether `evidence` of the answer will be asked for
-    concurrent  whether it yields to frames between its layers and its tokens, and sees the stream as it is now all the same
+    concurrent  whether frames may come between its layers and its tokens; it still sees the stream as it is at its start
             (if the memory supports `StreamState.snapshot`); the caller holds the `turns` of the model
     settings  by which tokens are chosen (`StreamAdapter.token_choice`)
     between   (begin, end) in seconds of the stream: it sees only units that were shown then
@@ -230,8 +230,8 @@ def _shown(info: StreamInfo, evidence: Mapping[int, UnitEvidence]) -> tuple[Evid
 def plannable_rows_layout(
     recipe: Recipe, asking: Question, rows: int, device: torch.device
 ) -> TokenLayout | None:
-    """Return the layout [1, rows] of the rows of question `asking` if the sparse pattern of `recipe` may plan some of them;
-    else None. The rows begin with a video's end marks."""
+    """Return the layout [1, rows] of the rows of question `asking` if the sparse pattern of `recipe` may act on some of
+    them; else None. The first rows are the tokens that end the video."""
     if recipe.sparse.dense or rows < MIN_ROWS or rows <= recipe.dense_tail:
         return None
     count = len(asking.ids)
@@ -249,18 +249,18 @@ class QuestionRunner(Runner):
 
     live      the stream
     running   recurrent states beside the memory `state`
-    ids       [n] of the words after the video
-    tokens_left  the tokens of an answer for which the model has positions
+    ids       [n] of the prompt after the video
+    tokens_left  the number of tokens of an answer for which the model has positions
     meter     counts what is decoded
     evidence  returns the frames that the answer is based on, after the question has run
-    question  its text; `draft_stream`: of the draft model, which is asked it too
+    question  its text; `draft_stream`: that of the draft model, which is asked the question too
     check     called between two layers of the question; may raise `Ended`
     pause     called with False between two passes of the answer: lets other threads use the model
-    counted   returns the figures of the memory
+    counted   returns the counters of the memory
     token_choice  how the tokens of the answer are chosen
     shares    whether steps of the answer may be batched with other answers on the model
-    lines     of the stream's text, that the prompt holds
-    around    wraps the memory meanwhile; `AttentionRecording` records its attention for a draft's pruner
+    lines     the timed texts (subtitles) of the stream that the prompt contains
+    around    wraps the memory during the question; an `AttentionRecording` records attention for a draft's pruner
     logits    [1, V] of the first token, set by `prefill`
     """
 
@@ -285,8 +285,8 @@ class QuestionRunner(Runner):
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Run a question, or what follows its words; return logits [1, V] of its last token. `inputs` has its `stream_pass`
-        and `embeds` [n, E], and whether it `goes_on`. Raises `Ended` if the deadline passes before the last layer."""
+        """Run the question, or a later piece of its prompt; return its last logits [1, V]. `inputs`: the `stream_pass`, its
+        `embeds` [n, E], and `goes_on` if more follows. Raises `Ended` if the deadline comes before the last layer."""
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
         how = {"check": self.check, "meter": self.meter, "running": self.running}
         hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)
@@ -296,7 +296,7 @@ class QuestionRunner(Runner):
         return self.logits
 
     def run_text_lines(self, lines: Sequence[TimedText], room: int, rest: Tensor) -> None:
-        """Run the first of `lines` that have `room`, and the `rest` [n] of the prompt, behind the question's words."""
+        """Run those of `lines` that fit into `room` tokens, then the `rest` [n] of the prompt, behind the question."""
         assert isinstance(self.adapter, StreamAdapter)
         self.lines, text, ids = fit_lines_to_tokens(lines, room, self.adapter.text_ids)
         if len(self.lines) < len(lines):

@@ -56,7 +56,7 @@ class PromptAdapter(StreamModel):
 
     @abstractmethod
     def read_video_into(self, live: StreamRunner, deadline: Deadline) -> None:
-        """Read the video into its stream `live`, and let go of the pixels. Raises `Ended` at the deadline."""
+        """Read the video into its stream `live`, and free the pixels. Raises `Ended` at the deadline."""
 
 
 class LocalDraftStream(DraftStream):
@@ -64,9 +64,9 @@ class LocalDraftStream(DraftStream):
     or, with a `PromptAdapter`, when the first question is read. Of what a question retrieves the draft reads only what
     `prune` keeps; `counts` are the numbers of these tokens, before and after; `pruned` is how many it did not read.
 
-    deadline  ends the reading of frames and questions; it never passes, but whoever abandons the stream may cancel it
-    reading  number of tokens in the memory's window -> the sparse pattern under which stored videos are read; None, or a
-             memory without a window: frames see all earlier ones
+    deadline  ends the reading of frames and questions; it has no time limit: who drops the stream may cancel it
+    reading  number of tokens in the memory's window -> the sparse pattern for reading stored videos; None, or a memory
+             without a window: frames see all earlier ones
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class LocalDraftStream(DraftStream):
         self._guided = GuidedRetrievalWrapper(self._prune, heard) if pruned else None  # type: ignore[arg-type]
 
     def read_question(self, deadline: Deadline | None = None) -> QuestionRunner:
-        """Run the question that was asked; return its runner, valid until `end_question`. Raises `Ended` at the deadline. On
-        a prompt's memory it counts the events of its own call, as a target does."""
+        """Run the prepared question; return its runner, valid until `end_question`. Raises `Ended` at the deadline. For a
+        prompt of `generate` the runner's counters count the events of this call alone."""
         deadline = deadline or self.deadline
         before = {} if self._live is None else self._live.counters()
         self.read_prompt(deadline)
@@ -203,7 +203,7 @@ class LocalDraftStream(DraftStream):
         self._live = read_stream(folder, folder / FACTS, facts, self._adapter, self._kv, self._chunk)
 
     def close(self, collected: bool = False) -> None:
-        """End the stream; `collected`: called by the garbage collector, in any thread, which may wait for nothing."""
+        """End the stream; `collected`: the garbage collector calls, in any thread, so nothing may be waited for."""
         live, self._live = self._live, None
         try:
             self.end_question()

@@ -44,7 +44,7 @@ answers. It waits for the clip that is being taken in, so many seconds at most."
 
 class QuestionLock(FairLock):
     """Lets one question of a session run at a time, up to its answer's first token. Then the answer may leave the lock and
-    go on beside others; `holding` waits for all answers that left. After `AT_ONCE` answers `between` is called, alone."""
+    go on beside others; `holding` waits for all that left. After `AT_ONCE` answers it calls `between` while none runs."""
 
     _inside: ClassVar[list[int]] = []  # threads of answers that left; each may run what others' call
 
@@ -62,7 +62,7 @@ class QuestionLock(FairLock):
             yield waited
 
     def check_not_answering(self) -> None:
-        """Raise `ModelError` in a thread whose answer left: it would wait for its own end."""
+        """Raise `ModelError` if this thread decodes an answer that left the lock: waiting for all would never end."""
         if threading.get_ident() in self._inside:
             raise ModelError("an answer cannot wait for its own end; call this when the answer has ended.")
 
@@ -76,7 +76,7 @@ class QuestionLock(FairLock):
 
     @contextmanager
     def asking(self, deadline: Deadline) -> Iterator[Callable[[], None]]:
-        """Context of a question and its answer; call what it gives to let others ask meanwhile."""
+        """Context of a question and its answer; gives a function that leaves the lock, so that others can ask meanwhile."""
         with ExitStack() as stack, ExitStack() as held:
             held.enter_context(super().holding(deadline))
             if self._joined >= AT_ONCE:
@@ -103,8 +103,8 @@ class FrameIntake:
 
     _source  during a call of `watch` or `ingest`, so that frames of two calls do not mix
     _stream  while a clip is taken in, and while the stream is saved, loaded or closed
-    _asking  while a question is read, or answered; a clip that fails waits for all answers before it is rolled back. Who
-             holds it to let the memory forget between answers waits for `_stream` too, but not for longer than `FORGET_S`
+    _asking  while a question is read, or answered; a clip that fails waits for all answers before it is rolled back. Its
+             holder waits for `_stream` too, to let the memory forget between answers, but for at most `FORGET_S` seconds
     the model's `turns`, for one pass of frames, one token, or some layers of a question
     """
 

@@ -1,4 +1,4 @@
-"""Frames of several streams of a model that wait at the same time: one batch through the vision tower and the layers."""
+"""Batches the frames of several streams of one model that wait at the same time, for the vision tower and the layers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class WaitingUnits:
 
 def run_waiting_units(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
     """Wait for the model, run the units `mine` through it and return them. Whichever thread gets its turn first runs all
-    waiting units of the same `kind` as one batch. Raises `Ended` if the deadline comes first, or the pass's error."""
+    waiting units of the same `batch_key` as one batch. Raises `Ended` if the deadline comes first, or the pass's error."""
     turns = mine.live.adapter.turns
     waiting, _ = turns.waiting_passes, mine.batch_key  # which is of this thread
     try:

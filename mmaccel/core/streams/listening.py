@@ -1,4 +1,4 @@
-"""What wraps a stream's memory during a question: to prune a draft's retrieved tokens by the target's attention."""
+"""Memory wrappers for a question: they record the target's attention, and prune a draft's retrieved tokens by it."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class AttentionRecordingMemory(WrappedMemory):
         return view
 
     def recorded_attention(self, score: Callable[..., Tensor] | None = None) -> QuestionAttention:
-        """Return the recorded attention of the question to frames; `score` computes other scores for the tokens seen."""
+        """Return the attention that the question paid to frames, or the scores that `score` gives the tokens seen."""
         groups, unit = self._stage.attention, self._stream.tokens_per_unit
         if not self._heard:
             none, rows = torch.zeros(0, dtype=torch.long), 1 if score else len(groups)

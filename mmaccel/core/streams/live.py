@@ -140,7 +140,7 @@ class AsyncVideoSession:
         timeout: float | None = None,
         subtitles: Any = None,
     ) -> int:
-        """Take in a stored video as `VideoSession.ingest` does; return its frames. Another thread calls `progress`."""
+        """Take in a stored video as `VideoSession.ingest` does; return the frame count. Another thread calls `progress`."""
         return await self._take_in("ingest", video, None, fps, progress, timeout, False, subtitles)
 
     async def _take_in(
@@ -164,8 +164,8 @@ class AsyncVideoSession:
     ) -> AsyncReply:
         """Return an `AsyncReply`: iterate over it for pieces of the text, or await it for the whole `Answer`.
 
-        The other arguments are those of `VideoSession.ask`; work begins at once, or with the first frame of a `watch` that
-        runs or is a task already.
+        The other arguments are those of `VideoSession.ask`. Work begins at once; before the first frame it waits for that,
+        if a `watch` runs or is already scheduled as a task.
         """
         deadline = self.session._deadline(timeout)
         ask = self.session._answering(question, max_new_tokens, deadline, evidence, **how)
@@ -182,7 +182,7 @@ class AsyncVideoSession:
         return AsyncReply(work, deadline)
 
     def on(self, question: str, call: Callable[[AnswerChange], Any], **how: Any) -> StandingQuestion:
-        """Ask `question` again while frames come, and run `call` (async or not) in the loop when the answer changes."""
+        """Ask `question` again while frames come; run `call` (async or not) in the event loop when the answer changes."""
         loop = asyncio.get_running_loop()
 
         def begin(turn: AnswerChange) -> None:
@@ -209,8 +209,8 @@ class AsyncVideoSession:
         await run_in_thread(lambda: self.session.load(path))
 
     async def close(self) -> None:
-        """End all calls, and release what the stream holds. Changes that standing questions had found are told before: it
-        waits for their `call`, but for one that closes the session itself."""
+        """End all calls, and release what the stream holds. Answer changes that standing questions (`on`) have found are
+        reported first: it waits for their `call`, except for a `call` that itself closes the session."""
         for one in (standing := self.session._standing):
             one.stop()
         self.session.cancel()

@@ -33,7 +33,7 @@ class Question:
     ids      [n], with `embeds`, their input embeddings [n, E]
     words    (begin, end) of the user's own words in `ids`
     suffix_length  number of tokens at the end that the chat template puts behind the user's message
-    visual   from this index on no token stands for an image or a video
+    visual   index from which on no token is of an image or a video
     layout   [1, n], the modality of each token; None: all are text
     after    [A, n] positions less that of the first token, as in `PositionIds`; None: 0, 1, 2, ...
     """
@@ -55,8 +55,8 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class TokenChoice:
-    """How the tokens of an answer are chosen: `warp` and `generator` as in `Prompt`, and `stop`, which tells of ids [1, S]
-    whether the answer ends with the last one."""
+    """How the tokens of an answer are chosen: `warp` and `generator` as in `core.decoding.draft.Prompt`; ``stop(ids)``, of
+    ids [1, S], returns whether the answer ends with the last one."""
 
     warp: Callable[[Tensor, Tensor], Tensor] | None = None
     generator: torch.Generator | None = None
@@ -65,7 +65,7 @@ class TokenChoice:
 
 class RunningStates(ABC):
     """The recurrent states that layers without keys and values (linear attention) carry along a stream. They have read all
-    rows of the stream; no memory policy selects among these."""
+    rows of the stream; a memory policy cannot leave any out."""
 
     @abstractmethod
     def fork(self) -> RunningStates:
@@ -73,7 +73,7 @@ class RunningStates(ABC):
 
     @abstractmethod
     def restore(self, fork: Any) -> None:
-        """Restore the recurrent states that `fork` returned, if these have not gone on."""
+        """Restore the recurrent states to a copy that `fork` returned and that was not run further."""
 
     @abstractmethod
     def undo_rows(self, count: int) -> None:
@@ -101,7 +101,7 @@ def concat_padded(parts: Sequence[Tensor]) -> Tensor:
 
 @contextmanager
 def restore_states_at_exit(running: RunningStates | None) -> Iterator[None]:
-    """Context that restores the recurrent states at exit."""
+    """Context that restores the recurrent states at exit to those at its begin; does nothing for None."""
     mark = None if running is None else running.fork()
     try:
         yield
@@ -215,9 +215,9 @@ class FairLock:
     def holding(self, deadline: Any = None, **how: Any) -> Iterator[float]:
         """Context that holds the lock and gives the seconds waited. Raises `Ended` if the deadline comes first.
 
-        token  for tokens of an answer
-        ahead  it comes before passes of frames that have waited for less than so many seconds (`QUESTION_S`, `SHORT_S`)
-        over   tells that another holder has done what the lock is wanted for; the context then begins without the lock
+        token  whether it is wanted for tokens of an answer
+        ahead  seconds: it comes before passes of frames that have waited for less (`QUESTION_S`, `SHORT_S`)
+        over   returns whether another holder has done what the lock is wanted for; the context then begins without the lock
         """
         began = monotonic()
         held = self._acquire(deadline, **how)
@@ -229,7 +229,7 @@ class FairLock:
 
     def yield_lock(self, inside: bool = False) -> None:
         """Release the lock to waiting threads, then continue: with the next token or, `inside`, with the forward pass under
-        way. Only one pass may pause for all at a time; others pause only for answer tokens."""
+        way. Only one pass at a time may pause for every kind of waiter; other passes pause only for answer tokens."""
         if inside and self._paused:
             self.yield_to_answers()
         else:

@@ -1,4 +1,4 @@
-"""What a memory of frames shows a question: the frames that it picks, run again into a memory of keys and values."""
+"""Runs the frames that a `FrameMemory` chooses for a question through the model, into a memory of keys and values."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def encode_selected_frames(
     meter: Meter,
     running: RunningStates | None,
 ) -> tuple[StreamState, Callable[[], dict[int, UnitEvidence]]]:
-    """Return a memory of keys and values of the frames that `state` picks of the stream `live` for a question, and what
-    tells its evidence. `check` is called between passes and may raise; `running` are recurrent states, reading along."""
+    """Run the frames that `state` chooses for a question into a new memory of keys and values; return it, and a function for
+    the evidence. `check` is called between passes and may raise; `running`, recurrent states, read the frames too."""
     fresh, picked = state.new_kv_memory(), state.choose_units(getattr(live.around, "paid", {}))
     live.around.forget_after(0)
     live.run_prompt_head(fresh, running=running)

@@ -155,8 +155,7 @@ def read_stream(
 
 
 def saved_content_fields(kv: KVPolicy) -> dict[str, Any] | None:
-    """Return those fields of a stream memory on which its stored content depends, JSON-ready; None for a policy of another
-    kind."""
+    """Return the fields of a stream memory's policy on which stored content depends, JSON-ready; None for another kind."""
     if not isinstance(kv, StreamPolicy):
         return None
     fields = as_json_value(Recipe(kv=kv).to_dict()["kv"]).items()

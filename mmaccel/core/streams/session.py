@@ -118,12 +118,12 @@ class VideoSession(FrameIntake):
         subtitles: Any = None,
     ) -> int:
         """Take in a stored video as `watch` does, in passes of the recipe's `chunk` (32768 tokens, 65536 on CUDA) with its
-        pattern. A frame sees all earlier frames of the video, not only the window. At the end, frames outside the window go
-        where the memory puts frames that leave it. Returns the number of frames. Clips wait until a pass is full, so that a
-        path, clips and a tensor are stored alike; a pass has at most 2 GiB of decoded frames.
+        pattern. A frame sees all earlier frames of the video, not only the window. At the end, the memory offloads or drops
+        frames outside the window, as it does in `watch`. Returns the number of frames. Clips wait until a pass is full, so
+        that a path, clips and a tensor are stored alike; a pass has at most 2 GiB of decoded frames.
         `ingest_frames` of a memory limits how far back frames see, and `counters` say what share of the frames up to them
-        they saw ("ingest_seen"). `progress` is told between layers too; of a path and of clips, a frame that is decoded
-        counts half until then. All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.
+        they saw ("ingest_seen"). `progress` is also called between layers; of a path and of clips, a frame counts half once
+        decoded, and wholly once read. All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.
         """
         return self._take_in("ingest", video, None, fps, progress, self._deadline(timeout), False, subtitles)
 
@@ -131,13 +131,13 @@ class VideoSession(FrameIntake):
         """Add a line of text (what was said, or read) to the stream, shown from `at` (None: now) to `until` seconds of it
         (None: at `at` alone); or several lines, (begin, end, text) each.
 
-        Lines stand beside the memory, not in it: a question reads those that fall on frames it recalls or has in its window
-        (with `between` those of that time), with their times, behind its words; `Answer.lines` has them. Where there are
-        more than 2048 tokens of them, those of the frames that most layers saw come first. A line of a later time is read
-        once frames of its time have come. Lines are saved with the stream, and go with the frames in which they begin; of
-        more than 2,097,152 characters (64 more for each line) the oldest go. No special token in a line acts as such. It
-        waits for the clip that is being taken in, or for the end of a call of `ingest` or with `times`. Raises
-        `ModelError` for times or a text that cannot be.
+        Lines are kept beside the memory, not in it: a question reads those that fall on frames it recalls or has in its
+        window (with `between` those of that time), with their times, after its words; `Answer.lines` has them. Of more than
+        2048 tokens of lines, it reads first those of the frames that most layers saw. A line of a later time is read once
+        frames of that time have come. Lines are saved with the stream, and are dropped with the frames in which they begin;
+        beyond 2,097,152 characters (64 more for each line) the oldest are dropped. Special tokens in a line count as plain
+        text. The call waits for the clip that is being taken in, or for the end of a call of `ingest` or with `times`.
+        Raises `ModelError` for impossible times or an invalid text.
         """
         now = self.seconds if at is None else at
         lines = [make_timed_text(now, until, text)] if isinstance(text, str) else read_timed_lines(text)
@@ -177,12 +177,12 @@ class VideoSession(FrameIntake):
         timeout   seconds from the start of this call; the answer then ends with the tokens generated so far, perhaps none
         evidence  also find the frames that the answer is based on; False answers a long question sooner
         chat      read the turns in `history` before it, and append question and answer there
-        between   seconds of the stream, such as (725.0, 730.0): it sees only frames that were shown in that time
+        between   (begin, end) in seconds of the stream, such as (725.0, 730.0): it sees only frames shown in that time
         settings  of `generate`: do_sample with temperature, top_k, top_p and a seed; repetition_penalty; stop_strings;
-                  logits_processor or prefix_allowed_tokens_fn, as libraries make them for answers in JSON. Greedy without
+                  logits_processor or prefix_allowed_tokens_fn, as libraries make them for answers in JSON; by default greedy
 
         It sees the stream as it is when its answer begins; questions of a session are read one after another, and frames are
-        taken in meanwhile. Before the first frame it waits for it, if another thread's call is to take it in.
+        taken in meanwhile. Before the first frame the call waits for it, if a call of another thread is about to take it in.
         `Answer.finish_reason` says why it ends. Raises `ModelError`, before the model runs, for a question that leaves no
         position for an answer. An answer that reaches the last position ends there, with a warning.
         """
@@ -196,9 +196,9 @@ class VideoSession(FrameIntake):
     def ask_all(
         self, questions: Sequence[str | Messages], max_new_tokens: int = MAX_NEW_TOKENS, **how: Any
     ) -> list[Answer]:
-        """Answer several questions at once, and return their answers in order, each as `ask` gives it; `timeout` is of all.
-        They share steps, but not with `chat`, a draft or a pruner, nor under `full`, `offload` and `drop_oldest`
-        (`StreamState.several`), nor on several devices or with recurrent layers. All end before an error is raised."""
+        """Answer several questions at once; return the answers in order, each as of `ask`. `timeout` is for all together.
+        Decoding is batched, but not with `chat`, a draft or a pruner, under `full`, `offload` and `drop_oldest`
+        (`StreamState.several`), on several devices or with recurrent layers. All end before an error is raised."""
         if isinstance(questions, str):
             raise ModelError("ask_all: questions is one text; give a list of questions, or call ask.")
         given = max_new_tokens, self._deadline(how.pop("timeout", None))

@@ -1,5 +1,5 @@
-"""Reopens a live source that stalls, fails or ends, and records what happened; joins the clips of a stored video to passes;
-when the frames of a clip are shown; and how far a call is that takes them in."""
+"""Prepares frames for a session: reopens a live source that stalls, fails or ends, and records such events; regroups the
+clips of a stored video into forward passes; gives frames their times; reports progress."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ WAITING = 1 << 31
 
 @dataclass(frozen=True, eq=False)
 class Clip:
-    """`frames` [T, 3, H, W], the seconds at which each was shown (`times`) and frames per second (`fps`), None where
-    unknown; `part`: whether it is a piece of a source of unknown length."""
+    """A clip of a video: `frames` [T, 3, H, W], the seconds at which each was shown (`times`) and frames per second (`fps`),
+    None where unknown. `part`: whether it is one piece of a video of unknown length."""
 
     frames: Tensor
     times: list[float] | None
@@ -46,7 +46,7 @@ class StreamEvent:
     stall, fault, end  its source sent nothing, failed or ended after a frame shown at `seconds` of the stream: `why` is the
                        error, `lasted` the seconds until frames came again (None until then)
     gap         no frame was shown for `lasted` seconds after one at `seconds`
-    size, rate  from `seconds` on frames have another size, or come at another rate: `why` names both
+    size, rate  from `seconds` on frames have another size, or come at another rate: `why` names the old and the new one
     let_go      the memory forgot frames: the last of them was shown at `seconds`, and they span `lasted` seconds
     """
 
@@ -57,21 +57,22 @@ class StreamEvent:
 
 
 class IntakeProgress:
-    """Tells `tell`, if there is one, how many frames a call has taken in, of how many (None for a source in pieces). Of such
-    a source that is ingested a frame counts half once it is decoded. `deadline` is the call's."""
+    """Reports progress of one `watch` or `ingest` call: calls ``tell(done, total)``, if given, with the frames read by the
+    model so far, and their total (None for a video of unknown length, which comes in pieces). When such a video is ingested,
+    a frame counts half once it is decoded, and wholly once the model has read it. `deadline` is that of the call."""
 
     def __init__(self, tell: Tell | None, deadline: Any) -> None:
         self.deadline, self._tell, self._decoded, self._taken = deadline, tell, 0, 0.0
 
     def decoded(self, clip: Clip) -> None:
-        """Count the frames of a clip that is to be ingested; raises `Ended` at the deadline."""
+        """Count the frames of `clip`, decoded but not yet ingested; raises `Ended` at the deadline."""
         self.deadline.check()
         if clip.part:
             self._decoded += len(clip.frames)
             self._show(None)
 
     def taken(self, clip: Clip, done: int, frames: int, more: int = 0, share: float = 0.0) -> None:
-        """Count the first `frames` frames of `clip`, a `share` of the `more` next ones, and the `done` before the clip."""
+        """Report the frames read: `done` before `clip`, its first `frames`, and a `share` (0 to 1) of the `more` next."""
         self._taken = done + frames + share * more
         self._show(None if clip.part else done + len(clip.frames))
 
@@ -83,8 +84,9 @@ class IntakeProgress:
 def layer_hook(
     adapter: Any, moved: Callable[[float], None], done: int, count: int, units: int
 ) -> Callable[[], None]:
-    """Return what a pass of `count` units on the `StreamModel` `adapter` calls before each layer: answers get their turns,
-    and `moved` the share that is read of all `units`, of which `done` were before the pass."""
+    """Return a callback for a pass of `count` units of the `StreamModel` `adapter`, to be called before each layer. It lets
+    waiting answers decode, and calls `moved` with the share read so far of all `units`, `done` of which were read before the
+    pass."""
     layers, depth = itertools.count(), adapter.view.geometry.layers
 
     def check() -> None:
@@ -95,8 +97,9 @@ def layer_hook(
 
 
 def find_clip_events(info: StreamInfo | None, clip: Clip, shown: Sequence[float]) -> list[StreamEvent]:
-    """Return the events of a clip whose frames are `shown` after those of the stream `info`: gaps of more than `GAP` times
-    what lies between most of its frames, and of `GAP_S`; and a change of frame size and of frames a second."""
+    """Compare a clip, whose frames are shown at the seconds `shown`, with the stream `info` before it, and return what is
+    irregular: gaps longer than `GAP` usual frame intervals and than `GAP_S` seconds, and a change of the frame size or the
+    frame rate."""
     if info is None or not info.times or info.raw is None:
         return []
     sizes, rates = (info.raw, (clip.frames.shape[2], clip.frames.shape[3])), (info.rate, clip.fps)
@@ -127,13 +130,13 @@ def _other_rate(before: float | None, now: float | None) -> bool:
 def regroup_clips_by_pass(
     clips: Generator[Clip, None, None], room: Callable[[Clip], int], seen: Callable[[Clip], None]
 ) -> Generator[Clip, None, None]:
-    """Yield the frames of the `clips` of one stored video, joined or cut so that each clip is a whole pass, and the last one
-    what is left.
+    """Join and cut the `clips` of one stored video so that each clip yielded fills one forward pass; the last may be
+    shorter.
 
-    `room` returns how many frames like those of a clip the next pass takes: so many wait here at most, and the clip that
-    came last. Frames of another size or rate, or without times behind frames with times, begin a pass of their own. A clip
-    that is all of the video is left as it is: its passes are cut alike later. `seen` gets each clip as it comes, and may
-    raise; raises `ModelError` for a clip without frames, or whose frames are no bytes.
+    `room(clip)` returns how many frames like those of `clip` fit into the next pass; at most so many frames and one clip are
+    held in memory. Frames of another size or rate begin a new pass, and so do frames without times after frames with times.
+    A clip that is the whole video is yielded as it is. `seen` is called with each incoming clip, and may raise. Raises
+    `ModelError` for a clip without frames, or whose frames are not uint8.
     """
     held: list[Clip] = []
     with closing(clips):
@@ -198,11 +201,12 @@ def clips_with_reconnect(
     times: Callable[[Part], Sequence[float]],
     shifted: Callable[[Part, float], Part],
 ) -> Generator[Part, None, None]:
-    """Yield the clips of a source, which `opens` opens again whenever it is over, until `check` raises.
+    """Yield the clips of a live source; whenever it stalls, fails or ends, call `opens` to open it again, until `check`
+    raises.
 
-    After a break, times continue from the last frame plus the seconds that the break lasted. `note` gets each break as it
-    begins; `begin` is when the stream's last frame was shown; `times` returns the seconds of a clip's frames, and `shifted`
-    the clip shifted by some seconds.
+    After a break, times continue from the last frame plus the seconds that the break lasted. `note` gets a `StreamEvent`
+    when a break begins; `begin` is when the stream's last frame was shown; ``times(clip)`` returns the seconds of a clip's
+    frames, and ``shifted(clip, seconds)`` returns the clip with later times.
     """
     last, since, wait = begin, time.monotonic(), FIRST_S
     event: StreamEvent | None = None
@@ -233,7 +237,7 @@ def clips_with_reconnect(
 
 
 def check_clip_frames(how: str, frames: Tensor) -> None:
-    """Raise `ModelError`, which names the call `how`, for no frames, and for other numbers than bytes."""
+    """Raise `ModelError`, which begins with the call's name `how`, if there are no frames or they are not uint8."""
     if not len(frames):
         raise ModelError(f"{how}: the clip has no frames; give at least one.")
     if frames.dtype != torch.uint8:
@@ -243,9 +247,9 @@ def check_clip_frames(how: str, frames: Tensor) -> None:
 def clip_shown_times(
     how: str, clip: Clip, given: list[float] | None, done: int, info: StreamInfo | None
 ) -> tuple[list[float], bool]:
-    """Return the seconds at which the frames of a clip are shown, after those of the stream `info`, and whether they are
-    known or made up. `given` are the times of all frames of a call, `done` of which came before. Raises `ModelError`, which
-    names the call `how`."""
+    """Return the seconds at which the frames of `clip` are shown, later than those of the stream `info`, and whether these
+    are known (False: neither times nor a rate are). `given` are the times that the user passed for all frames of a call, of
+    which `done` came in earlier clips. Raises `ModelError`, whose message begins with the name `how` of the call."""
     check_clip_frames(how, clip.frames)
     count = clip.frames.shape[0]
     # Too many are told of before anything is taken in, where the end is known.
@@ -261,8 +265,8 @@ def clip_shown_times(
 def frame_times(
     last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
 ) -> list[float]:
-    """Return the seconds, ascending, of `count` new frames that follow a frame at `last`: the `given` ones, shifted to
-    follow it unless `strict`; else one every ``1 / fps``."""
+    """Return the seconds, ascending, of `count` new frames after one at `last`: the `given` times, shifted to follow it
+    unless `strict`, or without these one frame every ``1 / fps``. Raises `ModelError` for times that do not rise."""
     step = 1 / fps if fps else 1.0
     if given is None:
         return [(0.0 if last is None else last + step) + i * step for i in range(count)]
@@ -281,8 +285,8 @@ def frame_size(frames: Tensor) -> tuple[int, int]:
 
 
 def units_in_pass(frames: Tensor, frames_per_unit: int, most: int) -> int:
-    """Return how many units of frames like `frames` [T, 3, H, W] a pass of an ingestion takes: `most`, or as many as are
-    `WAITING` bytes."""
+    """Return how many units, of frames of the size of `frames` [T, 3, H, W], one pass of an ingestion takes: at
+    most `most`, and not more than `WAITING` bytes of decoded frames."""
     return min(most, max(1, WAITING // (frames_per_unit * frames.shape[1:].numel())))
 
 

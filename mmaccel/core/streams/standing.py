@@ -56,11 +56,11 @@ class StandingQuestion:
         self._thread.start()
 
     def notify_frames(self) -> None:
-        """Tell the question's thread that new frames came: it asks again if `every` seconds have passed. Returns at once."""
+        """Tell the question's thread that new frames came; it asks again if `every` seconds have passed. Does not wait."""
         self._came.set()
 
     def stop(self) -> None:
-        """Stop asking. A change that was found before is still told."""
+        """Stop asking. A change that was already found is still reported."""
         self._over = True
         self._came.set()
 
@@ -70,7 +70,7 @@ class StandingQuestion:
         self.stop()
 
     def wait_until_told(self) -> None:
-        """Wait, after `stop`, until what was found is told; returns at once where it is being told."""
+        """Wait, after `stop`, until a change that was found is reported; returns at once if called by that report itself."""
         if self._thread is not threading.current_thread():
             self._thread.join()
 

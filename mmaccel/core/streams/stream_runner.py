@@ -1,4 +1,4 @@
-"""`StreamRunner`: runs the frames of one stream through the vision tower and the layers into its memory, and questions."""
+"""`StreamRunner`: runs the frames and questions of one video stream through the model, into its KV memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class GuardedDraftStream:
 
     @classmethod
     def open(cls, draft: DraftStrategy, target: ModelView, told: DraftStreamSettings) -> GuardedDraftStream:
-        """Return the stream that `draft` opens, if it asks for one."""
+        """Open the draft's own stream, if `draft` needs video (else it wraps none), for the session of settings `told`."""
         asks = draft.active and "video" in draft.needs
         return cls(partial(draft.open_stream, target, told) if asks else None)
 
@@ -77,7 +77,7 @@ class GuardedDraftStream:
     def add_frames(
         self, frames: Tensor, times: Sequence[float], fps: float | None, timed: bool, ingest: bool
     ) -> None:
-        """Give frames to the draft's stream, if there are any; `ingest`: they are of a stored video."""
+        """Pass `frames` on to the draft's stream, if there is one; `ingest`: they are of a stored video."""
         with self.drop_on_error() as stream:
             if stream is None or not len(frames):
                 return
@@ -101,7 +101,7 @@ class GuardedDraftStream:
 
     @contextmanager
     def question_scope(self, question: Any, room: int, around: MemoryWrapper) -> Iterator[DraftStream | None]:
-        """Context of a question that the target has read with `around`; gives the draft's stream, if there is one."""
+        """Context that gives the draft's stream, prepared for a question that the target has read (wrapped by `around`)."""
         try:
             with self.drop_on_error() as stream:
                 if stream is not None:
@@ -133,7 +133,7 @@ class GuardedDraftStream:
 
 
 class StreamRunner:
-    """Runs one video stream on a model: has its facts `info`, its KV memory `state`, and the draft's `draft_stream`."""
+    """Runs one video stream on a model; holds its facts `info`, its KV memory `state`, and the draft's `draft_stream`."""
 
     def __init__(self, adapter: StreamModel, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
         """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
@@ -173,7 +173,7 @@ class StreamRunner:
         timed: bool = False,
         quiet: bool = False,
     ) -> StreamRunner:
-        """Start a stream for frames like `frames`, and run the prompt before the video. `timed`: times are known."""
+        """Start a stream of frames like `frames`: run the prompt before the video. `timed`: frame times are known."""
         size = frames.shape[2], frames.shape[3]
         unit = adapter.frames_per_unit
         features, marks = adapter.features(pad_to_units(frames[:unit], unit), size)
@@ -206,8 +206,8 @@ class StreamRunner:
     ) -> int:
         """Take in frames [T, 3, H, W] shown at `moments` (seconds); `progress` gets the number read so far. Return the
         number taken in: if the deadline comes first, those of complete passes. `ingest`: they are of a stored video; call
-        the state's `end_ingest` after it. `moved` gets, before each layer, the frames read before the pass, those of the
-        pass, and the share of these that is read."""
+        the state's `end_ingest` after it. ``moved(before, count, share)`` is called before each layer: `before` frames were
+        read in earlier passes, and a `share` (0 to 1) of the `count` frames of this pass."""
         if ingest:
             self.state.begin_ingest()
         elif not (isinstance(self.state, FrameMemory) or self.adapter.attention.recipe.sparse.dense):
@@ -301,7 +301,7 @@ class StreamRunner:
         return features, begins
 
     def run_units(self, state: StreamState, features: Tensor, numbers: Sequence[int], **how: Any) -> None:
-        """Run units with `features` [n, P, E], whose first frames have the `numbers`, into the memory `state`."""
+        """Run units with `features` [n, P, E] into the memory `state`; `numbers` are those of their first frames."""
         done = 0
         while done < len(features):
             stream_pass, rows = self.build_next_pass(state, features[done:], numbers[done:])
@@ -315,7 +315,7 @@ class StreamRunner:
     def build_next_pass(
         self, state: StreamState, features: Tensor, numbers: Sequence[int]
     ) -> tuple[StreamPass, Tensor]:
-        """Return the next pass of these units (see `run_units`), as many as fit, and its rows [n, E]."""
+        """Return the next pass of these units (see `run_units`), with as many as fit, and its input rows [n, E]."""
         info, adapter, first = self.info, self.adapter, state.units()
         if info.timed and state is self.state:
             self.stream.positions.record_unit_times(first, info.unit_times(first))
@@ -379,8 +379,8 @@ class StreamRunner:
         self.around.forget_after(self.state.units() * info.tokens_per_unit)
 
     def counters(self, state: StreamState | None = None) -> dict[str, float]:
-        """Return figures of the memory (or of its snapshot `state`), and of what a pruner kept of all units (frames) or of
-        the last question's retrieved ones."""
+        """Return the counters of the memory (or of its snapshot `state`), and how many visual tokens a pruner kept: of all
+        units (frames), or of those that the last question retrieved."""
         counted = {**(self.state if state is None else state).counters(), **self.pruned}
         dropped = self.adapter.pruned_per_unit
         if dropped is not None:

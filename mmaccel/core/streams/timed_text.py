@@ -1,8 +1,8 @@
-"""Lines of text with times (subtitles, OCR, transcripts) that stand beside the frames of a stream, and SRT and WebVTT files.
+"""Lines of text with times (subtitles, OCR, transcripts) kept beside the frames of a stream, and SRT and WebVTT files.
 
-A stored unit has one size and is compressed, pruned or merged as frames are, so no line is stored among them. A session
-keeps the lines beside its memory, whatever memory that is, and puts those of the frames that a question recalls behind its
-words.
+The memory stores only units (frames), which may be compressed, pruned or merged, so no line is stored in it. A session keeps
+the lines beside its memory, whatever memory that is, and puts those of the frames that a question recalls after the
+question's words.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TimedText(NamedTuple):
 
 def make_timed_text(begin: Any, end: Any, text: Any, call: str = "tell") -> TimedText:
     """Return a `TimedText` from `begin` to `end` (None: at `begin` alone), in seconds, without line breaks. Raises
-    `ModelError`, which names `call`, for times that cannot be, and for no text or too much."""
+    `ModelError`, which names `call`, for impossible times and for an empty or too long text."""
     end = begin if end is None else end
     if not all(isinstance(one, int | float) for one in (begin, end)) or not 0 <= begin <= end < LATEST:
         raise ModelError(
@@ -112,14 +112,14 @@ def merge_timed_lines(have: tuple[TimedText, ...], new: Sequence[TimedText]) -> 
 def lines_starting_between(
     lines: Sequence[TimedText], since: float, ends: float, shift: float
 ) -> list[TimedText]:
-    """Return those of `lines`, in order, that begin from `since` on and before `ends` s once they are `shift` s later."""
+    """Return `lines` with times increased by `shift`, in seconds: those that then begin from `since` to before `ends`."""
     first, last = (bisect.bisect_left(lines, at - shift, key=lambda one: one.begin) for at in (since, ends))
     return shift_lines(lines[first:last], shift)
 
 
 def stream_end_seconds(info: StreamInfo) -> float:
-    """Return when the last frame of a stream ends, in seconds. Its length is 1 / rate of the last clip; of unknown rate,
-    that of the frame before it, but at most the median of the last eight (1 s after one or two frames)."""
+    """Return the second at which the last frame of a stream ends. A frame lasts 1 / rate of the last clip; if that is
+    unknown, as long as the frame before it, but at most the median of the last eight (1 s after one or two frames)."""
     steps = [b - a for a, b in itertools.pairwise(info.times[-9:])]
     usual = statistics.median_low(steps) if len(steps) > 1 else 1.0
     return info.times[-1] + (1 / info.rate if info.rate else min([usual, *steps[-1:]]))
@@ -139,8 +139,8 @@ def lines_without_units(info: StreamInfo, gone: Iterable[int]) -> tuple[TimedTex
 def unit_layer_shares(
     state: StreamState, layers: int, tokens: int, numbers: Sequence[int]
 ) -> dict[int, float]:
-    """Return, in a question, the share of layers that see each unit (frame) of `tokens` tokens, by its number in the stream:
-    `numbers` has those of the memory's units. A layer that does not tell what it sees counts for all."""
+    """Return, during a question, unit number -> the share of layers that see the unit (frame), of `tokens` tokens. `numbers`
+    are those of the memory's units in the stream. A layer that cannot tell what it sees counts as seeing all."""
     total = torch.zeros(len(numbers))
     for layer in range(layers):
         seen = state.seen_tokens(layer)
@@ -154,9 +154,9 @@ def unit_layer_shares(
 def lines_for_question(
     info: StreamInfo, share: dict[int, float], between: tuple[float, float] | None
 ) -> list[TimedText]:
-    """Return the lines that a question of a stream reads, best first: those `between` two times, or those whose time has a
-    unit (frame) that a `share` of the layers sees; none that begin when the last frame is over. Those of units that most
-    layers see come first, then the latest."""
+    """Return the lines that a question of a stream may read, best first: those `between` two times, or those at whose time a
+    unit (frame) was shown that layers see. Lines of units that most layers see (`share`, by unit number) come first, then
+    the latest. Lines that begin after the last frame are left out."""
     lines = info.timed_texts[
         : bisect.bisect_left(info.timed_texts, stream_end_seconds(info), key=lambda one: one.begin)
     ]

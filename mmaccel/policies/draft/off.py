@@ -14,7 +14,7 @@ from mmaccel.core.registry import register
 @register("draft", "off")
 @dataclass(frozen=True, kw_only=True)
 class Off(DraftStrategy):
-    """Propose nothing: plain decoding, by the model's own loop if possible; in ours it changes no token."""
+    """Propose nothing: plain decoding, by the model's own loop if possible, else by mmaccel's, with the same tokens."""
 
     active: ClassVar[bool] = False
 

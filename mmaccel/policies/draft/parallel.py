@@ -57,7 +57,7 @@ class Parallel(VideoDraftStrategy):
 
     In greedy decoding only ids and counts are exchanged. With sampling the draft draws each token from its own distribution,
     cut to the 1,024 likeliest, which is sent with it, and the target keeps it with probability min(1, p / q), which is exact
-    (Leviathan et al., arXiv 2211.17192). One beam; on `past_key_values` of an earlier turn, one sequence.
+    (Leviathan et al., arXiv 2211.17192). Serves one beam, and on `past_key_values` of an earlier turn one sequence.
 
     In a session the draft watches the frames that the target watches; its process is at most one clip behind.
 
@@ -174,17 +174,17 @@ class _Turn:
 
 
 class Pipeline(DraftState):
-    """The draft's side of the pipeline (ParallelVLM, Algorithm 1).
+    """The draft's side of the pipeline (ParallelVLM, Algorithm 1): requests windows of drafted tokens, and proposes them.
 
     _said     committed tokens after the prompt
     _line     the draft's tokens: the committed ones, then those drafted ahead. While a window is being drafted
-              (`_busy`) it stays as it was at the request
+              (`_busy`) it stays as it was when that was requested
     _due      whether to wait for the window being drafted; False once it is late
     _judged   drafted tokens that this round verifies: those ahead, and the next window's first if it came in time
     _odds     for each index of `_line`, the distribution that a sampled token was drawn from
     devices   the target's devices
 
-    A draft that cannot gain pauses, and is given no prompt meanwhile; in a session the pause extends over answers.
+    A draft that cannot save time pauses, and does not read prompts meanwhile; in a session a pause lasts across answers.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class Pipeline(DraftState):
         self._pace.record_draft_steps(written.seconds, len(written.ids))
 
     def close(self) -> None:
-        """Close the draft; raises `DraftError` at the end if it has been silent for `QUIET_S` or more."""
+        """Close the draft; then raise `DraftError` if its process has left a request unanswered for `QUIET_S` s or more."""
         late = self._busy and not self._due and self._tally.figures["drafted"]
         silent = time.perf_counter() - self._asked if late else 0.0
         self._busy = False

@@ -19,8 +19,8 @@ from mmaccel.core.registry import at_least, limited, register
 class PromptLookup(DraftStrategy):
     """Find the last tokens earlier in the prompt or the answer, and propose the tokens that followed them.
 
-    The longest n-gram is tried first, and its last occurrence. After prompt lookup decoding (Saxena 2023). One beam; on
-    `past_key_values` of an earlier turn, one sequence.
+    The longest n-gram is tried first, and its last occurrence. After prompt lookup decoding (Saxena 2023). Serves
+    one beam, and on `past_key_values` of an earlier turn one sequence.
 
     window  the most tokens proposed
     ngram   the most last tokens that are looked for, down to one

@@ -44,8 +44,8 @@ class Sequential(VideoDraftStrategy, ChainStrategy):
     When sampling it draws from its own distribution under the same temperature, cuts and penalties as the target, which is
     what speculative sampling needs. After Leviathan et al. 2023 (arXiv 2211.17192).
 
-    One beam; on `past_key_values` of an earlier turn, one sequence. A batch is drafted for and verified sequence by
-    sequence, a round of each in turn: exact for each, and no faster than one prompt after the other.
+    Serves one beam, and on `past_key_values` of an earlier turn one sequence. A batch is drafted for and verified sequence
+    by sequence, a round of each in turn: exact for each, and no faster than one prompt after the other.
 
     model   folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     window  tokens drafted a round, at least 1; fewer when fewer may still be generated
@@ -63,9 +63,9 @@ class Sequential(VideoDraftStrategy, ChainStrategy):
 class Drafter(DraftModelState):
     """The draft of the strategy `sequential`: its model drafts a window, token by token, and then the target verifies it.
 
-    `observe` only records committed tokens, so that a draft that is not used costs nothing: `_tokens` are the prompt and all
-    that followed, `_late` those of them that the model has not run yet, in pieces. Within a round the model has run `_fed`
-    drafted tokens after column `_mark`.
+    `observe_committed` only records tokens, so that a draft that is not used costs nothing: `_tokens` has the prompt and all
+    committed tokens, `_late` those of them that the draft model has not run yet, both as lists of tensors. Within a round
+    the model has run `_fed` drafted tokens after column `_mark` of its cache.
     """
 
     _choice: ChainStrategy

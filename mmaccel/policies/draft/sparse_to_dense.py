@@ -59,12 +59,12 @@ class SparseToDense(DraftStrategy):
 
 
 def view_columns(view: KVView) -> Tensor:
-    """[N] the column of each key of a view."""
+    """Return the column (KV position in the sequence) of each of the N keys of a view, [N]."""
     return torch.arange(view.key.shape[2], device=view.key.device) if view.column is None else view.column
 
 
 def visible_columns_mask(view: KVView, columns: Tensor, row: Tensor | int) -> Tensor:
-    """Whether a query in column `row` (a number, or [n, 1]) sees each of `columns` [N]: [N] or [n, N]."""
+    """Return whether a query at column `row` (a number, or [n, 1]) sees each of the `columns` [N]: bool [N] or [n, N]."""
     seen = columns <= row
     return seen if view.window is None else seen & ((columns < view.sinks) | (columns > row - view.window))
 

@@ -31,8 +31,8 @@ class Tree(VideoDraftStrategy):
 
     Children are the most likely tokens, chosen without randomness. So sampling stays exact: the target draws its own token,
     and verification continues at the child with the same token. With an `attention` pruner this is SpecVLM (arXiv
-    2508.16201); without, the paper's SD-Tree. After EAGLE's trees (arXiv 2401.15077, 2406.16858). One beam; on
-    `past_key_values` of an earlier turn, one sequence.
+    2508.16201); without, the paper's SD-Tree. After EAGLE's trees (arXiv 2401.15077, 2406.16858). Serves one
+    beam, and on `past_key_values` of an earlier turn one sequence.
 
     On a stream the memory must accept trees (`StreamPolicy.allows_branches`), as all of ours do.
 

@@ -130,7 +130,7 @@ class PerLayerKVState(KVState):
 
 
 class FullState(PerLayerKVState):
-    """A KV cache of one buffer pair [B, G, capacity, D] per layer, of which the counted columns are in use."""
+    """A KV cache with a pair of buffers [B, G, capacity, D] per layer; each layer's count says how many columns are used."""
 
     in_place = True
 
@@ -141,15 +141,15 @@ class FullState(PerLayerKVState):
         self._lent = set[int]()
 
     def fork_copy_on_write(self) -> FullState:
-        """Return a second state over these columns, which may append others until `end_fork`; meanwhile this one writes
-        to copies."""
+        """Return a second state that shares these columns and may append its own to the same buffers until `end_fork`.
+        A layer that this state itself writes to meanwhile is copied first."""
         other = copy.copy(self)
         other._counts, other._buffers, other._lent = list(self._counts), list(self._buffers), set()
         self._lent = set(range(len(self._buffers)))
         return other
 
     def end_fork(self, other: FullState) -> None:
-        """End the sharing with a state from `fork_copy_on_write`; buffers that it enlarged are kept."""
+        """End the fork `other` (of `fork_copy_on_write`): take the shared buffers back, which `other` may have enlarged."""
         for layer in self._lent:
             self._buffers[layer] = other._buffers[layer]
         self._lent.clear()

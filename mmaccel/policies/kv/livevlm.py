@@ -32,8 +32,8 @@ class LiveVLM(TokenPolicy):
 
     frames     kept in the long term, in tokens: 64 are 12 544 of LLaVA-OneVision (the paper: 12 000)
     recent     last frames that are kept, and seen by every question, whole
-    recall     of the long term, the share that a question sees; relative to the budget
-    scatter    of the budget, the share that goes to the most attended tokens wherever they are
+    recall     share of the budget (`frames`) that a question retrieves from the long term, and sees
+    scatter    share of the budget that goes to the most attended tokens, wherever they are in the stream
     bucket     tokens that a stretch of the stream has room for; there are budget / bucket stretches
     page       tokens retrieved together
     probes     tokens at the end of a clip whose queries score the others; None: those of its last frame

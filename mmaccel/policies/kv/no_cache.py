@@ -34,8 +34,8 @@ class NoCache(StreamPolicy):
     is dropped, and of new ones every second is stored, and so on, so that the choice is made among at least ``kept / 2``
     evenly spaced ones.
 
-    As the memory of a draft whose pruner reads attention it takes, of those stored, the frames that the target's question
-    attended to most: the draft then runs nothing while frames come, and reads what the target retrieved when asked.
+    As the memory of a draft whose pruner reads attention, it does not space frames evenly: it takes the stored frames that
+    the target's question attended to most. The draft model then runs only when a question is asked, on those frames.
 
     frames  run for a question
     kept    most frames on the host; at least twice `frames`

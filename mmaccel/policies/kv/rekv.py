@@ -116,7 +116,7 @@ class FrameIndex(Index):
 @register("index", "frames")
 @dataclass(frozen=True, kw_only=True)
 class EveryFrameIndex(IndexPolicy):
-    """Every unit (frame) is found by its own mean key before RoPE, at each layer, as in ReKV (ICLR 2025)."""
+    """The index `frames`: each layer finds every unit (frame) by its own mean key before RoPE, as in ReKV (ICLR 2025)."""
 
     opens: ClassVar = FrameIndex
 

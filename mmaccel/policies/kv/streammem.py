@@ -35,10 +35,10 @@ class StreamMem(TokenPolicy):
     get compact positions once original ones pass the model's limit.
 
     frames      budget of a layer, in frames' worth of tokens: 64 are 12 544 of LLaVA-OneVision (paper: 6 000 to 24 000)
-    similar     cosine of the features of consecutive frames from which on they are merged; None: never. Units are
-                merged within clips of 8, counted from the start of the stream; the last ones are held back until it is known
-                with what they are merged, and a question sees them until then after all others
-    prototypes  whether frames leave them
+    similar     consecutive frames are merged if the cosine of their features is above this; None: never. They are merged
+                within clips of 8, counted from the start of the stream. The newest are held back until it is known which
+                frames they are merged with; until then a question sees them after all others
+    prototypes  whether each new frame leaves a prototype, the weighted mean of its tokens
     positions   of kept tokens: "original" as long as the model's limit allows, then compact; or "compact" always
     """
 
@@ -57,8 +57,8 @@ class StreamMem(TokenPolicy):
 class StreamMemMemory(TokenMemory):
     """The stream memory of `streammem`: tokens are selected anew after each clip, by the attention of the first proxy pass.
 
-    chosen, whole  units at the last selection, and the first unit that has lost no token yet
-    merged, prototypes  units that were merged with another, and tokens that represent frames
+    chosen, whole       number of units at the last selection; number of the first unit that has lost no token yet
+    merged, prototypes  how many units were merged with another; how many tokens are prototypes, as a mean over layers
     """
 
     FACTS: ClassVar = {"chosen": int, "whole": int, "merged": float, "prototypes": float}

@@ -109,7 +109,7 @@ class WindowState(PerLayerKVState):
 
     @contextmanager
     def question_scope(self) -> Iterator[None]:
-        """Context for a question, however long: inside, nothing is evicted that was within reach at its start."""
+        """Return a context for the passes of a question of any length: they evict no column that its first token can see."""
         before = self._pinned
         self._pinned = self.length() if before is None else before
         try:

@@ -19,7 +19,7 @@ class AttentionPrune(FixedRetentionPruner):
     """Keep the visual tokens that the target's question attends to, then fill up evenly.
 
     A token's score is the attention it gets from the text after the last image or video, a mean over these rows, heads and
-    layers. A question before the video is read through these rows, as no row sees later tokens. First the tokens with the
+    layers. A question before the video counts through these rows, which have read it. First the tokens with the
     highest scores are taken until they hold `mass` of the total, at most the quota; the rest of the quota is spread evenly
     over the other tokens, in order. After SpecVLM (arXiv 2508.16201); its even sample takes the ends of the video first,
     ours the middles of equal stretches, and LLaVA's newline is always kept.

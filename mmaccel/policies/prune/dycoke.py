@@ -40,7 +40,7 @@ class DyCoke(TokenPruner):
     step that does not choose anew runs unpruned; here the last choice is kept.
 
     On a stream four frames are pruned together before they are stored, as one unit of the memory, and kept tokens are
-    renumbered (`compact`), as a memory has the same positions for all units. The last four are filled up with the last.
+    renumbered (`compact`), as a memory has the same positions for all units. A last group of fewer frames repeats its last.
     """
 
     stage: ClassVar = "frames"

@@ -40,7 +40,7 @@ class SparseVLM(TokenPruner):
     tokens cannot attend to them; if the question is there, all rows after them, which have read it, are raters. The count
     left by a stage is a share of the whole prompt's visual tokens, rounded down. Of the best `recycle` of the dropped, t
     tokens, t // 10 + 1 cluster centres are found by density peaks over the `neighbours` nearest (states scaled by the root
-    of their size); each cluster becomes the mean of its members, at the position of its centre, beyond the count.
+    of their size); each cluster becomes the mean of its members, at the position of its centre, in addition to the count.
 
     Lossy. After Zhang et al. (arXiv 2410.04417), first version; its layers 2, 6 and 15 of 32 and its counts of 300, 200 and
     110 of 576 tokens are the defaults. Not implemented: the rank test that skips a stage, the noise against equal densities

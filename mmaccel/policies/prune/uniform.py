@@ -15,7 +15,7 @@ from mmaccel.core.registry import register
 @register("prune", "uniform")
 @dataclass(frozen=True, kw_only=True)
 class UniformPrune(FixedRetentionPruner):
-    """Keep evenly spaced visual tokens of all images and videos, the middle of each of `retention` x m equal stretches.
+    """Keep evenly spaced visual tokens: of the m of all images and videos, the middles of `retention` * m equal stretches.
 
     The unguided baseline of ParallelVLM (arXiv 2603.19610, Figure 7).
     """

@@ -124,7 +124,7 @@ class ModalityBoundary(RegionPlannedPattern):
         return total
 
     def head_pattern_names(self, heads: int) -> tuple[str, ...]:
-        """Return, for each head, the boundary and in brackets its pattern for video (else text, else images)."""
+        """Return a name for each head, as "boundary_2d(grid)": the boundary, and its pattern for video, else text."""
         for m in (VIDEO, TEXT, IMAGE):
             patterns = self.modality_groups[m if m in self.modality_groups else None]
             pattern = patterns[m if m in patterns else None]
@@ -135,7 +135,7 @@ class ModalityBoundary(RegionPlannedPattern):
 
 @dataclass(frozen=True, kw_only=True)
 class OneSidedModalityBoundary(ModalityBoundary):
-    """Base of boundaries on one side (queries or keys): one pattern per modality, or None (null) to leave it out."""
+    """Base of boundaries that split only queries or only keys by modality: a pattern per modality; None leaves it out."""
 
     text: Inner = "a_shape"
     image: Inner = "a_shape"
@@ -152,7 +152,7 @@ class OneSidedModalityBoundary(ModalityBoundary):
 
     @property
     def modality_patterns(self) -> Mapping[int | None, IntraPattern | None]:
-        """The sparse pattern of each modality (text, image, video); None: left out."""
+        """The sparse pattern of each modality (text, image, video); None leaves its queries or keys out."""
         return {m: getattr(self, name) for m, name in MODALITIES.items()}
 
 

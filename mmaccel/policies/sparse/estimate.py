@@ -22,8 +22,8 @@ BUDGET = 1 << 28
 
 
 def modality_run_limits(layout: TokenLayout) -> dict[int, tuple[int, int]]:
-    """For each modality, the most runs of it in any sequence, padding left out, and the fewest tokens of a run that is
-    neither the first nor the last of its sequence (copied to the host once)."""
+    """Return, for each modality, the most runs (adjacent tokens of it) in any sequence, and the fewest tokens of a run that
+    is neither the first nor the last of its sequence. Padding does not count. Copies the layout to the host once."""
 
     def read() -> dict[int, tuple[int, int]]:
         runs = dict.fromkeys(MODALITIES, (0, layout.length))
@@ -44,7 +44,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True, eq=False)
 class SampledQueryLayout:
-    """Which queries are sampled (the last ones in an order) and which keys they see; from the layouts alone.
+    """Which queries are sampled (the last ones in an order) and which keys they see; made from token layouts, not tensors.
 
     query_row [B, L] long: rows of the queries; at [B, L] long: rank of each among the keys, -1 for none. row [B, n] long:
     rows of the keys in the key tensor, or None for its first n. seen [B, n]: whether there is a key, no later than the last
@@ -88,8 +88,8 @@ class LastQueryAttention:
     matter.
 
     query [B, H, L, D]: the queries; key [B, G, N, D]: the tensor with the keys. total [B, H, L]: the log-sum-exp over all
-    keys that a query sees, if these are only some of them. pooled: query heads that share a key/value head share their mean
-    weights. runs: which key/value heads the query heads read, run after run; none: all of them, evenly.
+    keys that a query sees, if `sample` has only some of them; else None. pooled: query heads that share a key/value head
+    get their mean weights. runs: runs of query heads, each with its key/value heads; empty: H / G heads for each of G.
     """
 
     query: Tensor
@@ -100,7 +100,7 @@ class LastQueryAttention:
     runs: tuple[HeadRun, ...] = ()
 
     def split_by_head_run(self) -> Iterator[LastQueryAttention]:
-        """Yield the queries of each run of heads, with its keys."""
+        """Yield a `LastQueryAttention` for each run of heads, with the keys that these heads read."""
         first = 0
         for run in self.runs:
             heads = slice(first, first := first + len(run.heads))
@@ -140,7 +140,7 @@ class LastQueryAttention:
         )
 
     def attention_weights(self) -> Iterator[Tensor]:
-        """Yield softmax weights [B, h, L, n] float32 of consecutive heads, of a whole run if memory allows."""
+        """Yield softmax weights [B, h, L, n] float32 of h consecutive heads at a time: of a whole run if memory allows."""
         for one in self.split_by_head_run():
             yield from one._weights()
 
@@ -252,9 +252,9 @@ def _skewed(weight: Tensor) -> Tensor:
 def score_columns_or_diagonals(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
     """Score lines (columns or diagonals) by their `weight` [..., B, H, n] as `score` says; seen [B, n]: which lines exist.
 
-    For "contrast" it is the logarithm of the weight, in standard deviations above the mean over the lines, which limits the
-    effect of a line with nearly all weight, such as a sink. Weights are scaled so that an even spread is 1; values far below
-    0.1 are not distinguished.
+    For "contrast" a line's score is the logarithm of its weight, in standard deviations above the mean over the lines. This
+    limits the effect of a line with nearly all weight, such as a sink. Weights are scaled so that an even spread is 1;
+    values far below 0.1 are not distinguished. For other scores it is the weight itself.
     """
     if score != "contrast":
         return weight
@@ -267,8 +267,8 @@ def score_columns_or_diagonals(weight: Tensor, seen: Tensor, score: Score) -> Te
 
 
 def score_line_classes(value: Tensor, number: Tensor, seen: Tensor, classes: int, score: Score) -> Tensor:
-    """Return scores [..., B, H, classes] of classes of lines; value [..., B, H, n]: the lines' scores (from
-    `score_columns_or_diagonals`).
+    """Score residue classes of lines, [..., B, H, classes]: a class is all columns (or diagonals) with one index modulo a
+    stride. value [..., B, H, n]: the score of each line, from `score_columns_or_diagonals`.
 
     number [B or 1, H or 1, n]: class of each line; seen [B, n]: which lines exist.
     """
@@ -284,7 +284,7 @@ def score_line_classes(value: Tensor, number: Tensor, seen: Tensor, classes: int
 
 
 def score_classes_of_lines(total: Tensor, largest: Tensor, count: Tensor, score: Score) -> Tensor:
-    """Score classes of lines, given the sum over their members, their largest member and their number of members.
+    """Score residue classes of lines, given the sum of the scores of a class's lines, the largest of them and their number.
 
     "mean" leaves the largest member out: a grid line has many strong members, a single strong column (a sink, the query
     itself) only one. "contrast" is that mean in standard errors. Both are -inf for classes of fewer than two members.

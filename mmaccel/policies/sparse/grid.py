@@ -42,8 +42,7 @@ MOST_STRIDE = 1 << 16
 @register("sparse", "grid")
 @dataclass(frozen=True, kw_only=True)
 class Grid(IntraPattern):
-    """Attention along lines of one stride; each token has a class, its index modulo the stride. Exact: no block is rounded
-    up.
+    """Attention along evenly spaced lines of stride s; a token's class is its index modulo s. Exact: no block is rounded up.
 
     slash       a query of class c sees the earlier keys of class (c - p) mod s: lines parallel to the diagonal
     vertical    every query sees the earlier keys of class v
@@ -55,7 +54,7 @@ class Grid(IntraPattern):
     1). With no window and no sink, a query on no line sees nothing, and its output is zero. The authors' code
     (microsoft/MInference, `minference/modules/mminference.py`) adds to the lines a sink of all that precedes the video, a
     local window, and dense rows for the text after the video (here the recipe's `dense_tail`); its window is what Table 3
-    prints as 1024. There the stride and the phases come from the table of heads, and a grid has no slash. What the paper
+    prints as 1024. Its stride and phases come from the table of heads, and it has no slash lines. What the paper
     leaves open is a field:
 
     score             "mean": a class of lines weighs the mean over its members, the largest one left out, of what they get
@@ -275,7 +274,8 @@ class Grid(IntraPattern):
 
 @dataclass(frozen=True, eq=False)
 class TokensByStrideClass:
-    """Queries and keys sorted by (class, rank), if all heads share the classes; from the layouts alone.
+    """Queries and keys sorted by (residue class, rank among the keys), for a grid whose heads share their classes. Made from
+    token layouts, not tensors.
 
     queries [3, B, P] int32: row, rank of the last key that it may see, and class; keys [3, B, N] int32: row, rank and class;
     q_begin, k_begin [B, C + 1] int32: where each class begins. k_row, k_pos [B, 1, N]: rows and positions of the keys for
@@ -294,7 +294,8 @@ class TokensByStrideClass:
     def of(
         cls, region: AttentionRegion, frames: FrameResidueClasses, last: Tensor, k_row: Tensor
     ) -> TokensByStrideClass:
-        """Return the order of the queries and keys of `region`; `last` and `k_row` exclude keys of window and sink."""
+        """Sort the queries and keys of `region` by class, without the pairs that window and sink cover: `last` [B, P] is the
+        rank of the last key that each query may see, -1 for none; `k_row` [B, N] are the rows of keys, -1 for the sink."""
         number, at, most = frames.number[:, 0], region.at.long(), frames.most_keys
         edge = torch.arange(frames.widest + 1, device=at.device).expand(len(at), -1).contiguous()
 

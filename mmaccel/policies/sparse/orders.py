@@ -1,5 +1,4 @@
-"""`AttentionRegion`: some queries of a layer over some of its keys, each in an order; and `IntraPattern`, patterns over
-regions."""
+"""`AttentionRegion`: sorted queries of a layer over sorted keys; and base classes of patterns that are planned by region."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ class TokenOrder:
     """Some tokens of each sequence, sorted by position.
 
     row [B, n]: rows of the tensor that holds the tokens, -1 past the last; position [B, n]: their positions, FAR past the
-    last; rank [B, n] int32: 0, 1, 2, ... count: if the host knows that the rows are 0 .. count - 1 in every sequence.
+    last; rank [B, n] int32: 0, 1, 2, ...; count: how many, if the host knows that `row` is 0 .. count - 1 in each sequence.
     """
 
     row: Tensor
@@ -84,7 +83,7 @@ def max_touched_blocks(n: int, block: int) -> int:
 
 
 def max_window_sink_blocks(n_key: int, sink: int, window: int, block: int, *, gaps: bool) -> tuple[int, int]:
-    """Return the most blocks that `AttentionRegion.window_and_sink` lists, as `IntraPattern.max_blocks` does."""
+    """Return the most blocks that `AttentionRegion.window_and_sink` lists, as (each, more) of `IntraPattern.max_blocks`."""
     keys = ceil_block_count(n_key, block)
     near = min(max_touched_blocks(block + window - 1, block), keys) if window else 0
     # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys.
@@ -92,8 +91,8 @@ def max_window_sink_blocks(n_key: int, sink: int, window: int, block: int, *, ga
 
 
 def memoize_while_tracing(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
-    """Get the entry `name` of the cache `memo`, computed by `make` if missing; unlike `memoize`, also while a graph is
-    traced."""
+    """Get the entry `name` of the cache `memo`, computed by `make` if missing. Unlike `memoize`, it also stores what is
+    computed while torch.compile traces or a CUDA graph is captured."""
     if name not in memo:
         memo[name] = make()
     entry: T = memo[name]
@@ -102,13 +101,13 @@ def memoize_while_tracing(memo: dict[Hashable, Any], name: Hashable, make: Calla
 
 @dataclass(frozen=True, eq=False)
 class AttentionRegion:
-    """A region of a layer's attention matrix: some queries, and some keys.
+    """A region of a layer's attention matrix: the queries of one modality (or all), over the keys of one modality (or all).
 
     kinds           the modality of the queries and that of the keys, None for all
-    q_row [B, 1, P] the rows of the queries, by position; a part with this very tensor is in their order
-    at [B, P]       rank of each query: the number of `keys` up to it, minus one; -1 for none
-    keys            by position; patterns measure all distances in ranks among them
-    ordered         as in a `Part` with q_row
+    q_row [B, 1, P] rows of the queries in the query tensor, sorted by position; a `Part` with this tensor has this order
+    at [B, P]       rank of each query among `keys`: the number of keys up to it, minus one; -1 for none
+    keys            the keys, sorted by position; patterns measure all distances in ranks among them
+    ordered         number of queries if the host knows that their rows are 0, 1, 2, ...; else None (as in `Part`)
     """
 
     layer: LayerInputs
@@ -124,13 +123,13 @@ class AttentionRegion:
 
     @property
     def first_query_rank(self) -> int | None:
-        """The first rank of `at`, if the ranks of the queries are consecutive; None if the host does not know."""
+        """The rank of the first query, if the host knows that the queries' ranks are consecutive; else None."""
         if self.ordered is None or not self.queries_are_last_keys:
             return None
         return self.layer.k_layout.length - self.layer.q_layout.length
 
     def key_span(self, lo: int, hi: int, first: int | None = None) -> KeySpan:
-        """Return the span of the keys (or the `first` ones) whose distance in ranks before the query is lo .. hi - 1."""
+        """Return a span of the keys, or of the `first` ones only: a query sees those that are lo .. hi - 1 ranks back."""
         k_row, k_pos, ordered, block = self.keys.row, self.keys.rank, self.keys.count, self.layer.block
         if first is not None:
             width = min(ceil_block_count(first, block) * block, len(self.keys))
@@ -141,7 +140,7 @@ class AttentionRegion:
         return span_by_range(*order, lo, hi, block, block, **known)
 
     def window_and_sink(self, sink: int, window: int) -> tuple[KeySpan, ...]:
-        """Return spans of the last `window` of the keys up to each query, and of the first `sink` keys; either may be 0."""
+        """Return spans of the last `window` keys up to each query, and of the first `sink` keys; 0 leaves that span out."""
         near = (self.key_span(0, window),) if window else ()
         return (*near, self.key_span(window, FAR, first=sink)) if sink else near
 
@@ -152,7 +151,7 @@ class AttentionRegion:
 
     @property
     def queries_are_last_keys(self) -> bool:
-        """Whether these are all queries and keys, and the queries the last keys (as `LayerInputs` says it)."""
+        """Whether the region has all queries and keys, and the host knows that the queries are the last keys."""
         return self.kinds == (None, None) and self.layer.queries_are_last_keys
 
     @property
@@ -161,11 +160,11 @@ class AttentionRegion:
         return self.kinds[1] is not None and self.kinds[0] != self.kinds[1]
 
     def get_or_compute(self, name: Hashable, make: Callable[[], T]) -> T:
-        """Get the value `name`, which follows from the layouts of this region; `make` computes it once for all layers."""
+        """Get the cached value `name`, which depends only on the layouts; `make` computes it once for all layers."""
         return memoize_while_tracing(self.layer.memo, (name, self.kinds), make)
 
     def last_query_attention(self, count: int, pooled: bool = False) -> LastQueryAttention:
-        """Return the last `count` queries of this region, which compute their softmax weights over its keys on demand.
+        """Return the `LastQueryAttention` of this region: on demand, weights of its last `count` queries over its keys.
 
         The softmax runs over all keys that a query sees, also those outside the region. `pooled`: every query head gets the
         mean of the weights of the query heads that share its key head.
@@ -208,8 +207,8 @@ class AttentionRegion:
 class LayerInputs:
     """The queries and keys of one layer, the layouts of their tokens, and the block size `block` of its plan.
 
-    query [B, H, n_query, D]; key [B, G, n_key, D]; runs: the heads to plan, none for all. totals: log-sum-exp [B, h, L] of
-    these heads over all keys of a modality's last queries, by modality and number of queries.
+    query [B, H, n_query, D]; key [B, G, n_key, D]; runs: the query heads to plan; empty: all. totals: a cache, by
+    (modality, L), of the log-sum-exp [B, h, L] that the last L queries of a modality have over all keys.
     """
 
     query: Tensor
@@ -222,13 +221,13 @@ class LayerInputs:
 
     @classmethod
     def from_layouts(cls, q_layout: TokenLayout, k_layout: TokenLayout, block: int) -> LayerInputs:
-        """Create the inputs of a plan from layouts alone, without queries and keys."""
+        """Create the inputs of a plan from token layouts alone, with empty queries and keys."""
         nothing = torch.empty(0, 0, k_layout.length, 0)
         return cls(nothing, nothing, q_layout, k_layout, block)
 
     @property
     def memo(self) -> dict[Hashable, Any]:
-        """Cache of values that follow from the layouts, kept with the layout of the queries for all layers."""
+        """Cache of values that depend only on the layouts: all layers share it, as it is kept with the queries' layout."""
         # The layout of the keys is held, so that its id stays its own.
         name = "regions", id(self.k_layout), self.block
         held: tuple[Any, dict[Hashable, Any]] = memoize_while_tracing(
@@ -248,7 +247,7 @@ class LayerInputs:
 
     @property
     def queries_are_last_keys(self) -> bool:
-        """Whether no token is padding and the queries are the last keys, as far as the host knows (layouts alike)."""
+        """Whether the host knows that no token is padding and that the queries are the last keys."""
         queries, keys = self.q_layout, self.k_layout
 
         def last() -> bool:
@@ -279,7 +278,7 @@ class LayerInputs:
         return AttentionRegion(self, (query, key), q_row, at, keys, queries.count)
 
     def plan(self, parts: Sequence[Part]) -> AttentionPlan:
-        """Return the plan made of `parts`, or one in which nothing is seen if there are none."""
+        """Return the plan made of `parts`; without parts, a plan in which no query sees a key."""
         if not parts:
             region = self.region()
             blind = replace(region, at=torch.full_like(region.at, -1), ordered=None)
@@ -305,8 +304,9 @@ def _order(layout: TokenLayout, modality: int | None, block: int) -> TokenOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class RegionPlannedPattern(SparsePattern):
-    """A pattern whose plan is made of regions: one of all queries and keys, or one for each pair of a boundary. It caches
-    derived values with a prompt's layouts, which prevents compilation."""
+    """Base of patterns that are planned region by region: one region of all queries and keys or, within a modality
+    boundary, one for each pair of query modality and key modality. `plan` fills caches on the token layouts, and so
+    cannot be compiled (`torch.compile`)."""
 
     compiles: ClassVar[bool] = False
 
@@ -351,7 +351,7 @@ class RegionPlannedPattern(SparsePattern):
 
 @dataclass(frozen=True, kw_only=True)
 class IntraPattern(RegionPlannedPattern):
-    """A pattern for any queries over any keys, which can therefore also be used within modality boundaries (section 3.2).
+    """Base of patterns that can plan any region, and so work within modality boundaries too (MMInference, section 3.2).
 
     Over the whole sequence it is the paper's no-boundary head: modalities are ignored.
     """
@@ -381,8 +381,8 @@ class IntraPattern(RegionPlannedPattern):
         return ceil_block_count(n_query, self.block) * each + more
 
     def estimate_blocks(self, rows: int, keys: int, share: float, region: AttentionRegion | None) -> float:
-        """Estimate the listed blocks for `rows` queries over `keys` keys, of which a query sees the share `share` on
-        average; `region` (without tensors) if the layout is known. Takes the best case if only the data can tell."""
+        """Estimate the number of listed blocks for `rows` queries over `keys` keys, a mean share `share` of which is causal.
+        `region` (without tensors): given if the layout is known. Assumes the best case for what depends on the data."""
         return min(
             self.max_blocks_total(rows, keys),
             ceil_block_count(rows, self.block) * (share * keys / self.block + 1),

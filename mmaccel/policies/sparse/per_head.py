@@ -39,8 +39,8 @@ class PerHead(SparsePattern):
     table    "shipped": the file heads.json in the model's folder; or the path of a file that `mmaccel search` wrote, in a
              YAML file counted from its folder; or the choices themselves,
              ``{layer: {head: {"name": "grid", "stride": "free"}}}``
-    default  the pattern of layers and heads that the table does not name; None: dense. Of all heads where the table is
-             "shipped" and the model's folder has none, which is refused without a default
+    default  the pattern of layers and heads that the table does not name; None: dense. With "shipped", if the
+             model's folder has no table, the pattern of all heads; then None raises `RecipeError`
 
     A file is bound to the model it was searched on: type, layers, heads, key/value heads, head size, rotary settings. Other
     weights of that shape, and prompts of less than half or more than twice the length of the search, give a warning. Under
@@ -208,7 +208,7 @@ def _number(what: str, value: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerHeadPatterns(SparsePattern):
-    """One layer of `PerHead`: the pattern of each named head, and of the rest; `heads`: number of heads, if known."""
+    """One layer of `PerHead`: `named` maps heads to patterns, other heads have `rest`; `heads`: their number, if known."""
 
     name: ClassVar[str] = PerHead.name
     adaptive: ClassVar[bool] = True

@@ -15,8 +15,8 @@ class QBoundary(OneSidedModalityBoundary):
 
     Rows are permuted, so that the lines and windows of a modality that other segments interrupt are contiguous in its
     queries (MMInference, Algorithm 2). Positions are those of the whole sequence. `text`, `image` and `video` each hold a
-    pattern over orders ("a_shape", "dense", "grid", "vertical_slash", ...), by name, as a mapping such as ``{"name": "grid",
-    "stride": "free"}``, or as an object; null leaves a modality's queries without keys. They all have the boundary's block
+    pattern ("a_shape", "dense", "grid", "vertical_slash", ...), by name, as a mapping such as ``{"name": "grid", "stride":
+    "free"}``, or as an object; null leaves a modality's queries without keys. They all have the boundary's block
     size.
 
     For one pattern for all queries, the paper's no-boundary head, use that pattern itself.

@@ -103,8 +103,8 @@ class SegmentedPattern(IntraPattern):
 class SFFixed(SegmentedPattern):
     """A query sees its own segment up to itself, and `summary` tokens of each earlier segment: Sparse Transformer, fixed.
 
-    side="last" the summary is the last tokens of a segment (Child et al. 2019, arXiv 1904.10509) side="first" its first
-    ones, as MMInference describes its baseline (section 4.1)
+    side="last"     the summary is the last tokens of a segment (Child et al. 2019, arXiv 1904.10509)
+    side="first"    it is the first ones, as MMInference describes its baseline (section 4.1)
 
     stride="frame"  a segment is a frame with the marks in it; text is cut into segments as long as the longest frame of
                     its sequence, from the token after the frame on, so that timestamps are segments of their own. Frames

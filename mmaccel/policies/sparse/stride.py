@@ -1,4 +1,4 @@
-"""Estimates the stride and the phases of a `grid` head (MMInference, Algorithm 1), and the class of each token."""
+"""Estimates the stride and phases of a `grid` head (MMInference, Algorithm 1), and each token's class modulo the stride."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StrideResidueClasses:
     frames: FrameResidueClasses | None = None
 
     def select_sequences(self, chosen: Tensor, other: StrideResidueClasses) -> StrideResidueClasses:
-        """Return these classes for the sequences `chosen` [B], and those of `other` for the rest."""
+        """Combine two batches: return these classes where `chosen` [B] bool is True, and those of `other` elsewhere."""
         mixed: dict[str, Any] = {
             name: torch.where(chosen[:, None, None], getattr(self, name), getattr(other, name))
             for name in ("number", "stride", "line", "dense", "shift")
@@ -61,8 +61,8 @@ class StrideResidueClasses:
 
 @dataclass(frozen=True)
 class StrideSearch:
-    """Settings of the search for the stride (low .. most) and the phases of a grid pattern. slack, score: as in `Grid`;
-    rows: whether `horizontal_phase` is "queries"; keys: the largest number of keys."""
+    """Settings of the search for the stride (`low` .. `most`) and the phases of a grid pattern. slack, score: as in `Grid`;
+    rows: whether horizontal lines get a phase of their own, estimated from queries; keys: most keys of a sequence."""
 
     low: int
     most: int
@@ -85,7 +85,7 @@ def estimate_stride_classes(
     by_columns: bool,
     by_diagonals: bool,
 ) -> StrideResidueClasses:
-    """Classify keys by rank modulo the best stride, with the phases of the lines that get most attention.
+    """Find the best stride of each head, class keys by rank modulo it, and find the phases of the strongest lines.
 
     The best stride is the smallest whose score is within the slack of the best. The score of a stride is the sum of those of
     its best class of columns and its best class of diagonals, -inf if three strides do not fit in the sequence. With fewer
@@ -138,7 +138,7 @@ def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor
 
 @dataclass(frozen=True, eq=False)
 class FrameResidueClasses:
-    """Residue classes of the keys by their index within their frame, modulo a stride; from the layout alone.
+    """Residue classes of the keys by their index within their frame, modulo a stride; made from the token layout.
 
     number [B, 1, N], stride [B, 1, 1]. fits [B]: whether a sequence can have these classes: where `low` is the smallest
     stride, it has at least 3 * low keys and one frame, and no class has more than 1 / low of the keys. all_fit, any_fits:
@@ -156,7 +156,7 @@ class FrameResidueClasses:
 
     @classmethod
     def of(cls, region: AttentionRegion, low: int, high: int) -> FrameResidueClasses:
-        """Return the frame classes of the keys of `region`, for strides of `low` to `high`; cached for a prompt."""
+        """Class the keys of `region` by index in their frame, with a stride from `low` to `high`; cached for a prompt."""
         name = "frames", region.kinds[1], low, high
         return memoize_while_tracing(region.layer.memo, name, lambda: cls._made(region, low, high, name))
 
@@ -195,11 +195,13 @@ def stable_class_order(number: Tensor, most: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class StrideClassPairing:
-    """Which classes of keys the sampled last queries pair with, at each phase of a grid pattern; from the layouts alone.
+    """For each possible phase p of a grid's slashes (lines parallel to the diagonal): the keys that each of the last queries
+    would see. A token's class is its index in its frame modulo the stride s; a query of class c sees the keys of class
+    (c - p) mod s. Made from token layouts, not tensors.
 
-    own [B, L] int32: class of each query; paired [B, 1, L, phases]: class that a query's slash of each phase leads to;
-    members [B, phases]: number of pairs of a query and an earlier key with each phase. order [B, n] int32: key ranks sorted
-    by class; start [B, widest + 1] int32: where each class begins in it, and the end of the last.
+    own [B, L] int32: class of each query; paired [B, 1, L, phases]: class of the keys that it sees at each phase; members
+    [B, phases]: number of pairs of a query and an earlier key that it sees. order [B, n] int32: key ranks sorted by class;
+    start [B, S + 1] int32, S the largest stride: index in `order` at which each class begins, then where the last ends.
     """
 
     own: Tensor
@@ -210,7 +212,7 @@ class StrideClassPairing:
 
     @classmethod
     def of(cls, sample: SampledQueryLayout, frames: FrameResidueClasses, high: int) -> StrideClassPairing:
-        """Return the class relations of the sampled queries `sample` and the keys of `frames`."""
+        """Pair the sampled queries `sample` with the classes of the keys of `frames`, at the phases 0 .. high - 1."""
         number = frames.number[..., : sample.seen.shape[1]]
         B, L = sample.at.shape
         own = number.gather(2, sample.at.clamp(min=0)[:, None])
@@ -229,7 +231,7 @@ class StrideClassPairing:
 def frame_phases(
     sample: LastQueryAttention, frames: FrameResidueClasses, search: StrideSearch
 ) -> StrideResidueClasses:
-    """Return the classes of `frames`, with the phases of the lines that get most attention."""
+    """Return the classes of `frames` and, for each head, the phases of the lines that get most attention."""
     layout, classes = sample.sample, search.most + 1
     own = frames.number[..., : sample.key_count]
     pairing = memoize_while_tracing(

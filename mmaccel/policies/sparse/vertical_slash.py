@@ -25,9 +25,9 @@ class VerticalSlash(IntraPattern):
     """Every query sees the `vertical` strongest columns and the blocks that the `slash` strongest diagonals touch.
 
     Strength is the softmax weight of the last `last_q` queries of a head, summed along the line; the main diagonal is always
-    kept, so that a token sees itself. Columns are exact. Diagonals are rounded: in blocks of the tokens' order, a block that
-    a kept diagonal touches is seen whole, up to causality. A column in such a block is computed once. After MInference and
-    MMInference (Appendix C.3, Table 3).
+    kept, so that a token sees itself. Columns are exact. Diagonals are rounded: a key block that a kept diagonal touches is
+    seen whole, up to causality. A column in such a block is computed once. After MInference and MMInference (Appendix C.3,
+    Table 3).
 
     sink: number of first keys that are always among the columns, 0 in the paper; MInference's released code has 30. Earlier
     rows may attend to the first tokens even if the last ones do not.
@@ -93,18 +93,18 @@ class VerticalSlash(IntraPattern):
 
 
 class DiagonalKeyBlocks(NamedTuple):
-    """For each query block, which key blocks diagonals can touch, from its queries' ranks among the keys; from the layouts
-    alone.
+    """Which key blocks the diagonals can touch, for each of M query blocks, from the ranks of its queries among the keys.
+    Made from token layouts, not tensors.
 
-    Query blocks of consecutive ranks that begin at the same offset in a key block and are equally long touch the same key
-    blocks, relative to their first: they share one list, a shape. There is one shape if queries are in the order of the
-    sequence. Blocks whose ranks jump, between segments of a modality, have lists of their own.
+    Query blocks of consecutive ranks that begin at the same offset in a key block and have equally many ranks touch the same
+    key blocks, relative to the first: they share a list, called a shape. There is one shape if the queries are in the order
+    of the sequence. Query blocks whose ranks have gaps, between segments of a modality, have lists of their own.
 
-    shape [3, C] int32: sequence, offset in a key block, number of ranks; member [B, M] int32: shape of each block; home [B,
-    M] int32: key block in which it begins. reach [3, B, M] int32: of the steps of its shape, step u to key block home + 1 -
-    u: the first valid one, the end, and the first that needs no test; all 0 for blocks that jump. broken [B, G] int32: the
-    blocks that jump, M past the last; runs [B, G, R, 2] int32: the least and the greatest of each of their runs of ranks, -1
-    for none; sure [B, G] int32: number of key blocks in which all is seen.
+    shape [3, C] int32: sequence, offset in a key block, number of ranks; member [B, M] int32: shape of each query block;
+    home [B, M] int32: key block in which its ranks begin. reach [3, B, M] int32: entry u of a shape's list is key block home
+    + 1 - u; reach has the first valid u, the end, and the first u that needs no causal mask; 0 for blocks with gaps. broken
+    [B, G] int32: the query blocks with gaps, M for none; runs [B, G, R, 2] int32: the lowest and the highest rank of each of
+    their runs, -1 for none; sure [B, G] int32: number of key blocks that all their queries see whole.
     """
 
     shape: Tensor

@@ -5,11 +5,11 @@ while the last one is finished; two groups of four warps compute, each the runni
 group issues the QK product of a step before the PV product of the previous one, so that one softmax overlaps the other
 product.
 
-Groups count steps in quarters (`step`): four for each step of the program over all tiles, and in the lowest two bits which
-of its tile it is: `FRESH` the first, 1 the second, 0 a later one. Kept in one number, this saves a register.
+Each group keeps two counts in one number, `step`, which saves a register: four times the program's steps so far, over all
+tiles, plus, in the lowest two bits, whether this is the first step of its tile (`FRESH`), the second (1) or a later one (0).
 
-The facts of a span are read from a table on the device, so that one compiled kernel serves any number of spans. The reading
-of the table, TMA loads, row indices and stores are shared with `hopper_joint`.
+What a span consists of (`FIELDS`: addresses, strides, range) is read from a table on the device, so that one compiled kernel
+serves any number of spans. The reading of the table, TMA loads, row indices and stores are shared with `hopper_joint`.
 """
 
 # What follows is Gluon's language, not Python's: constant conditions are told from the rest by their nesting.
@@ -111,8 +111,8 @@ def _where_of(row, tile, M, shape):
 def tma_load(
     own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.constexpr, APART: gl.constexpr
 ):
-    """Load 64 rows into shared memory by TMA: from the tensor itself, or from their copies where they are not adjacent
-    there. Boxes of 64 columns go to every APART-th slot of `ring` from `first` on."""
+    """Load 64 rows of keys or values into shared memory by TMA: from the tensor `own` if they are adjacent there (`home` is
+    the first row), else from a slot of `copies`. Boxes of 64 columns go to every APART-th slot of `ring` from `first` on."""
     for c in gl.static_range(CHUNKS):
         if home >= 0:
             tma.async_copy_global_to_shared(
@@ -126,8 +126,8 @@ def tma_load(
 
 @gluon.jit
 def locate_warp_group_rows(place, which: gl.constexpr, layout: gl.constexpr, shape):
-    """Locate the 64 rows that a warp group computes: their heads, whether they exist, indices in the part, rows of the query
-    (or -1)."""
+    """Return, for each of the 64 rows that warp group `which` computes: its head, whether it exists, its index in the part,
+    and its row in the query tensor (-1: none)."""
     b, h, g, m, tile, q_row, q_row_b, q_row_h = place
     GROUP: gl.constexpr = shape[0]
     LISTS: gl.constexpr = shape[1]
@@ -160,8 +160,8 @@ def store_normalized_rows(
     acc, peak, total, b, rows, slot, split, stores, which: gl.constexpr, D: gl.constexpr,
     PLACED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Divide the 64 accumulated rows of a warp group by their softmax sums and store them; under SPLIT, as one piece of
-    them."""
+    """Divide the 64 accumulated rows of a warp group by their softmax sums and store them; under SPLIT, if their list was
+    split, as the partial result of one piece."""
     line: gl.constexpr = peak.type.layout
     o_layout: gl.constexpr = acc.type.layout
     out_line: gl.constexpr = gl.SliceLayout(1, o_layout)
@@ -501,9 +501,11 @@ def hopper_kernel(
     BLOCK_K: gl.constexpr, ROWS: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, PLACED: gl.constexpr,
     SPLIT: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Persistent Hopper form of `kernel.attend_kernel`: tiles of 128 rows, or under SPLIT pieces of them; rows are dense.
+    """Persistent Hopper form of `kernel.attend_kernel`: programs take tiles of 128 query rows (under SPLIT, pieces of their
+    lists) one after another. The last dimension of all tensors is contiguous.
 
-    There are items * tiles tiles, as programs in that kernel; TAKEN, 0 at the start, counts those that programs have taken.
+    There are items * tiles tiles, one for each program of that kernel; TAKEN, 0 at the start, counts the tiles taken so far.
+    GATED: nothing is computed if SHORT, the number of key blocks whose copies found no room, is above 0.
     """
     if GATED:
         # Without a home for every block, the portable kernel computes what this one would.

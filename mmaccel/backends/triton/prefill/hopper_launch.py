@@ -1,7 +1,7 @@
 """Launches the Hopper kernels (`hopper`, `hopper_joint`): supported inputs, where TMA reads the keys of each block, the
 table of spans; for `hopper_joint` also tiles of neighbouring query blocks and the splitting of lists.
 
-A block whose keys are adjacent in the tensor is read in place; others (in a permuted order, at the edges of an island, or
+A block whose keys are adjacent in the tensor is read in place; others (in a permuted order, at the edges of a segment, or
 beyond the tensor's end) are copied once, block by block, to a pool. Both are decided on the device, as is a block's slot. An
 absent key must read finite values, since its weight of zero multiplies them: rows of the tensor are finite, rows behind its
 end in a larger buffer need not be.
@@ -53,8 +53,8 @@ def find_adjacent_rows_kernel(
     row, row_b, row_h, home, blocks, heads, keys,
     SHARED: tl.constexpr, BOX: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """For each of BLOCKS key blocks: the first of its BOX rows in the tensor of `keys` rows if they are adjacent there, else
-    -1."""
+    """Write to `home`, for each of BLOCKS key blocks, the row of its first key in the key tensor (of `keys` rows) if its BOX
+    keys are adjacent there, else -1."""
     b, x = tl.program_id(2), tl.program_id(1)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     n = tl.arange(0, BOX)
@@ -107,8 +107,8 @@ def _copy_kernel(
 class KeyLocations:
     """Where TMA reads the keys and values of each key block of the spans.
 
-    home    for each span [b, x, blocks of 64] int32, x the groups if all heads share its keys, else the heads (1 if it is in
-            the tensor's order): the row in the tensor, or -2 - slot in the pool of copies, or -1 for none
+    home    for each span int32 [b, x, key blocks of 64]: the block's first row in the tensor, or -2 - slot in the pool of
+            copies, or -1 for none; x: key/value heads if all heads share its keys, else heads; 1 if in the tensor's order
     k_pos   positions of its keys, FAR for absent ones
     keys, values    the pool of copies [slots, 64, D]
     short   scalar int32, number of blocks without a slot; None if the pool has a slot for every block that is copied
@@ -198,7 +198,7 @@ class TMAMatrix(NamedTuple):
 
 
 def as_tma_matrix(t: Tensor) -> TMAMatrix | None:
-    """A tensor as a matrix (`TMAMatrix`), or None if its strides or alignment do not allow it."""
+    """Describe tensor `t` [B, G, S, D] as a `TMAMatrix`; return None if its strides or alignment do not allow it."""
     B, G, S, D = t.shape
     b, g, s, d = t.stride()
     if d != 1 or s < D or (s * t.element_size()) % 16 or t.data_ptr() % 16 or (B > 1 and b % s):
@@ -215,7 +215,7 @@ def as_tma_matrix(t: Tensor) -> TMAMatrix | None:
 def supports_inputs(
     query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int, pos: torch.dtype
 ) -> bool:
-    """Whether the Hopper kernel supports query tiles of `rows` rows of these tensors, on their device."""
+    """Return whether the Hopper kernel supports query tiles of `rows` rows of these tensors, on their device."""
     D = key.shape[3]
     return (
         rows == ROWS
@@ -251,9 +251,9 @@ def launch_on_hopper(
     joint: int = 0,
     **shape: Any,
 ) -> Tensor | None:
-    """Attention by `hopper_kernel`, or by `shared_key_blocks_kernel` in tiles of `joint` query blocks. Key blocks are read
-    from the cache where their rows are adjacent, else from copies. Returns the number of blocks whose copy had no room, as a
-    device tensor, or None if all have; if it is not 0, the kernel computes nothing.
+    """Compute attention by `hopper_kernel` or, if `joint` is not 0, by `shared_key_blocks_kernel` in tiles of so many query
+    blocks. Key blocks whose rows are adjacent are read in place, others from copies. Returns the number of blocks whose copy
+    had no room, as a device tensor, or None if all have room; if it is not 0, the kernel computes nothing.
 
     grid: list rows (or work items), and tiles of each; tensors: query, key, value; given: outputs, results of
     `split_kernel_args`, and the query rows with strides, as in `kernel.attend_kernel`; sizes: output strides and the number
@@ -307,7 +307,7 @@ def launch_on_hopper(
 
 def build_span_table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
     """Return one key span's row of the table by which the Hopper kernel finds tensors: field (`hopper.FIELDS`) -> tensor or
-    number. With `each`, an index also gets per-block counts of blocks that are not FULL."""
+    number. `each`: blocks that are not FULL are counted block by block also if the lists have an index."""
     lists = span.lists
     # The table holds addresses alone, which the kernel takes for those of numbers of these types.
     row, index = lists.row.to(torch.int64), lists.index_or_empty.to(torch.int32)
@@ -358,7 +358,7 @@ def attend_shared_key_blocks(
     out: tuple[Tensor, Tensor],
 ) -> Tensor | None:
     """Write to `out` the attention over lists that differ between neighbouring query blocks, by `hopper_joint`. Returns
-    None, or the number of key blocks without room, as a device tensor: if it is not 0, nothing was computed."""
+    None, or as a device tensor the number of key blocks whose copies had no room; if it is not 0, nothing was computed."""
     query, key, _ = tensors
     (B, H, _, D), joint = query.shape, JOINT
     M, wide = q_row.shape[-1] // BOX, joint * BOX

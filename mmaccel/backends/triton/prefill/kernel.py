@@ -107,6 +107,7 @@ def attend_kernel(
     k_row, q_pos, k_pos, offset, kind; the last four of them and `hi` by `encode_int_args`. Later rows, which are longer, run
     first. With EXTRA, `extra` has each span's keys, values, biases and strides (by `encode_int_args`); EXTRA is 2 if all
     rows of keys and values start at 16-byte boundaries. NARROW: masked blocks also apply the part's `sinks` and `edge`.
+    PLACED: rows are stored in the query's order, not the part's. GATED: runs only if SHORT says that `hopper` could not.
     """
     if GATED:
         if tl.load(SHORT) == 0:  # another kernel has computed this, and was short of nothing
@@ -457,7 +458,7 @@ def count_resident_programs(device: torch.device) -> int:
 
 
 def split_kernel_args(work: SplitListPieces | None, rows: int, size: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Kernel arguments for query blocks whose lists are split: empty outputs of pieces [slots * rows, size] and their
+    """Return kernel arguments for query blocks whose lists are split: empty outputs of pieces [slots * rows, size] and their
     log-sum-exps [slots * rows], float32, then the four tables of `work`. A piece has `rows` rows of width `size`. With
     `work` None nothing is split, and kernels read none of these. `like`: a tensor on the device."""
     slots = 0 if work is None else work.slots * rows

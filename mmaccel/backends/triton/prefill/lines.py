@@ -266,7 +266,7 @@ def gapped_block_list_kernel(
 ):
     """Write the list of one query block whose positions are not consecutive, in place of the shared list of its shape.
 
-    `kept` as in `_kept_before`.
+    kept [B * H * N]: running count of the kept diagonals, over all heads.
     """
     g, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b = head // H
@@ -320,7 +320,7 @@ def split_line_keys(row, columns, diagonals, width, block):
 
 def list_slash_blocks(kept, queries, block):
     """Launch `ops.lines.list_slash_blocks`: lists of the key blocks that diagonals touch, by shape of query block; then
-    lists of blocks with gaps."""
+    the lists of query blocks whose ranks have gaps."""
     shape, member, home, reach, broken, runs, sure = queries
     B, H, N = kept.shape
     C, M, G, blocks = shape.shape[1], member.shape[1], broken.shape[1], N // block

@@ -1,6 +1,6 @@
 """Triton kernels of `ops.block_lists`, and the functions that launch them, with the operators' arguments: lists of key
 blocks by a few small kernels, where PyTorch needs some forty. Also, for the attention kernels: joining the runs of two
-neighbouring blocks, counting blocks that need a mask, and what is computed `once` for a plan."""
+neighbouring blocks, counting blocks that need a mask, and a cache of values that are computed once for a plan."""
 
 # mypy: ignore-errors
 
@@ -115,7 +115,7 @@ def _settle_kernel(LEAST, MOST, blocks, STEP: tl.constexpr):
 
 @triton.jit
 def binary_search_step(values, bound, low, high):
-    """One step of a binary search for the first of the ascending `values` above `bound`: return the half of low .. high."""
+    """Do one step of a binary search in `values`, ascending, for the first above `bound`: return the new low and high."""
     middle = (low + high) >> 1
     open_ = low < high
     below = open_ & (tl.load(values + middle, mask=open_, other=0) <= bound)
@@ -304,8 +304,8 @@ def merge_query_block_pairs(row: Tensor) -> Tensor:
 
 
 def get_cached_on_plan(plan: list[Tensor], name: Any, make: Any) -> Any:
-    """Return what `make` computes from tensors of a plan, cached with the first of them: once for each CUDA stream, for all
-    layers and passes under the plan. It is computed anew when one of them was written to, and must refer to none."""
+    """Return what `make` computes from the tensors `plan` of an attention plan, cached on the first of them: once for each
+    CUDA stream, for all layers and passes, and again after a tensor was written to. The result must not refer to them."""
     device = plan[0].device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     made = getattr(plan[0], "derived", None)
@@ -320,15 +320,15 @@ def get_cached_on_plan(plan: list[Tensor], name: Any, make: Any) -> Any:
 
 
 def prefix_count_masked_blocks(kind: Tensor) -> Tensor:
-    """How many of the blocks before each block (and in all, at the end) are not FULL: int32 [b, h, N + 1] from kind [b, h,
+    """Count the blocks before each block (and all, at the end) that are not FULL: int32 [b, h, N + 1] from kind [b, h,
     N], or [N + 1] from [N]."""
     return torch.nn.functional.pad((kind != block_attend.FULL).cumsum(-1, dtype=torch.int32), (1, 0))
 
 
 @triton.jit(do_not_specialize=["table", "n", "steps"])
 def assemble_slices_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
-    """Kernel of `assemble_slices`: some elements of one of n slices. `table` has the `ops.block_lists.FIELDS` of each, but
-    in place of the first the tiles of the slices before it, and of `source` an address, or 0 for a fill."""
+    """Kernel of `assemble_slices`: write some elements of one of n slices. `table` has the `ops.block_lists.FIELDS` of each
+    slice, but `batch` is replaced by the number of tiles of all slices before, and `source` by an address (0: a fill)."""
     tile = tl.program_id(0)
     low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + n
     for _ in range(steps):

@@ -293,8 +293,8 @@ def _by_owner(owner: Tensor, most: int) -> Tensor:
 @register("index", "clusters")
 @dataclass(frozen=True, kw_only=True)
 class Clusters(IndexPolicy):
-    """Units clustered by visual feature, and within each visual cluster by key, per layer (Mosaic V-B); searches take whole
-    ones.
+    """Units clustered by visual feature, and within each visual cluster by key, per layer (Mosaic V-B); a search retrieves
+    whole clusters.
 
     Clusters are updated as units come: by their centroid and variance, split when the variance passes a threshold that
     depends on the size, at once if a cluster is on the device, else when it is next retrieved (VI-B). Departures from the
@@ -304,7 +304,7 @@ class Clusters(IndexPolicy):
 
     init          frames before the first clustering; until then units are retrieved one by one
     visual, semantic  units of a cluster at the start, on average, at each level
-    buffer        units a layer that may wait for a deferred split
+    buffer        most units per layer that may wait for a deferred split
     first_stage   what the visual level is searched by (V-C): "key", the mean keys of its clusters, as a layer's queries and
                   visual features are in different spaces; or "look", as in the paper: mean visual embeddings, compared with
                   those of a pass's frames, or with a question's words as they enter the first layer

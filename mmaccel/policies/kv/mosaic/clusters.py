@@ -168,7 +168,7 @@ class ClusterTable:
         self.dirty[layer, cluster] = True
 
     def set_row(self, name: str, layer: Tensor, cluster: Tensor, value: Tensor | float) -> None:
-        """Write one of the other rows (`name`) of the clusters (layer [b], cluster [b])."""
+        """Set the field `name` (parent, home, lazy or limit) of the clusters (layer [b], cluster [b]) to `value`."""
         self._note(layer, cluster)
         if name == "parent":
             self._move(layer, cluster, torch.as_tensor(value, dtype=torch.long).expand_as(cluster))
@@ -229,8 +229,8 @@ class ClusterTable:
         return self.members[layer, cluster, : int(size.max()) if size.numel() else 0]
 
     def children(self, parent: int) -> Array:
-        """Return the clusters [L, W] under `parent` at each layer, ascending, then -1, so that a new unit (frame) is
-        compared with few. Cached until a parent changes; do not write to it."""
+        """Return the ids [L, W] of the clusters under `parent` at each layer, ascending, padded with -1: a new unit is
+        compared with these only. Cached until a cluster enters or leaves; do not write to it."""
         if self._under is None:
             self._under = {}
             for at, parents in enumerate(self.parent[:, : self.used].tolist()):
@@ -287,7 +287,7 @@ class ClusterTable:
         return found
 
     def load(self, tensors: dict[str, Tensor], above: Tensor | None) -> bool:
-        """Take saved `tensors`; `above` [1, V] are the sizes of the level above, if any. Return whether they are consistent:
+        """Replace the table by saved `tensors`; `above` [1, V]: sizes of the level above, if any. Return whether they agree:
         lengths, indices, a parent for each cluster, and as many members as its size."""
         for name, value in tensors.items():
             setattr(self, name, value)
@@ -353,7 +353,7 @@ class NearestCluster:
     """Finds the nearest cluster for points `x` [n, d], one after another, by the cosine with the centroids of one level of
     one layer.
 
-    One product of all points and clusters at the start; then for each point only with clusters that have changed since.
+    All cosines are computed at the start, in one product; for each point those with clusters changed since are renewed.
     """
 
     def __init__(self, level: ClusterTable, x: Tensor) -> None:
@@ -381,7 +381,7 @@ class NearestCluster:
 
 
 def cosines(x: Array, centroid: Array) -> Array:
-    """Return [..., c]: of points `x` [..., d] of length one with centroids [..., c, d], those of zeros 0."""
+    """Return the cosines [..., c] of points `x` [..., d] of unit length with `centroid` [..., c, d]; 0 for zero vectors."""
     length = np.sqrt(np.einsum("...d,...d", centroid, centroid))
     # By PyTorch, for NumPy's products take all threads.
     dot = torch.matmul(torch.from_numpy(centroid), torch.from_numpy(x)[..., None])[..., 0].numpy()

@@ -53,7 +53,7 @@ class ClusterHierarchy:
         means.forget_from(units)
 
     def checkpoint(self) -> Any:
-        """Return the clusters' present state, for `restore`; only one is in use at a time."""
+        """Return a mark of the clusters' present state, for `restore`; a new checkpoint makes older marks invalid."""
         self.visual.checkpoint()
         self.semantic.checkpoint()
         return self.units, self.bounds, [list(ids) for ids in self.buffer], Counter(self.counters)
@@ -150,7 +150,7 @@ class ClusterHierarchy:
     def insert(self, window: int, retrieved: Tensor | None = None, most: int | None = None) -> None:
         """Assign the units (frames) that have means and no cluster to clusters, in order.
 
-        window   the last units before a unit that count as held on the device when it comes
+        window   how many of the newest units count as held on the device, counted back from each unit that is assigned
         retrieved  [L, n] older units that are on the device too
         most     process at most `most` times `TOGETHER` units; None: all
         """

@@ -41,11 +41,11 @@ class Rules:
     """The parameters of the clustering. `visual`, `semantic`, `init` (in units) and `buffer` are fields of the index
     `clusters`; the paper gives no values for the others.
 
-    smallest, largest  units (frames) below which a cluster is not split, and above which a semantic one is; `largest` is
-                       scaled for the visual level
+    smallest, largest  units (frames) below which a cluster is not split, and above which a semantic cluster is always split;
+                       `largest` is scaled for the visual level
     tau_small, tau_large, alpha  equation 5, in multiples of the layer's mean variance at the start; see `SplitBounds`
-    new_scene  a unit whose squared distance to the nearest visual cluster exceeds so many thresholds opens a new one; visual
-               clusters of so many thresholds are split however small
+    new_scene  in thresholds of a visual cluster: a unit whose squared distance to the nearest one exceeds this opens a new
+               one; a visual cluster whose variance exceeds this is split however few units it has
     gain       a split must lower the variance by this share, or it is not made
     unmix      before the first thresholds are set, a cluster is split if that lowers its variance by this share: it mixes
                scenes
@@ -83,11 +83,11 @@ class SplitBounds:
     """Limits beyond which the clusters of one level are split.
 
     Mosaic's equation 5: the allowed variance of a cluster goes from `small` to `large` [L] as it grows, at rate `alpha`.
-    Small clusters have the lower bound, as the equation's symbols say; the population variance of few points underestimates
-    by (n - 1) / n, so this alone is neutral. (The paper's prose says the opposite.)
+    Small clusters have the lower bound, as the equation's symbols say (the paper's prose says the opposite). This only makes
+    up for their population variance, which underestimates that of few points by (n - 1) / n.
 
-    Fewer than `smallest` units are split too if their variance is above `apart` thresholds: they are scenes that occur once
-    each, which k-means put together for lack of clusters; their summary token would be a mean of unrelated frames.
+    A cluster of fewer than `smallest` units is split only if its variance is above `apart` thresholds: it then mixes scenes
+    that occur once each, for lack of clusters in k-means, and its summary token would be a mean of unrelated frames.
     """
 
     small: Tensor
@@ -173,8 +173,9 @@ def split_exceeding(
 class UnitMeans:
     """Means of the keys, values and visual features of every unit (frame), on the host, from which clusters are made.
 
-    For clustering they become points of length one: minus the mean of the first units (most of a key is the model's bias),
-    with one more coordinate (`LIFT`), in float32, or in float64 if the stream is. `key_rows` returns keys on `device`.
+    For clustering they become points of unit length: the mean of the first units is subtracted (most of a key is the model's
+    bias), and one coordinate (`LIFT`) is added. This is done in float32, or in float64 if the stream is. `key_rows` returns
+    keys on the device.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class UnitMeans:
     @torch.inference_mode(False)
     @torch.no_grad()
     def start_copy(self, tokens: int, look: Tensor, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
-        """Start copying the means of units (frames) of `tokens` tokens to the host; arguments as of `Index.add_units`."""
+        """Start copying the means of new units, of `tokens` tokens each, to the host; other arguments: `Index.add_units`."""
         # [L, n, G * D] to [n, L, G * D].
         kind = pairs[0][0].dtype
         key, value = (
@@ -215,7 +216,7 @@ class UnitMeans:
 
     @property
     def oldest_pass_has_arrived(self) -> bool:
-        """Whether the means of the oldest waiting pass are on the host; False also if its units retrieved others."""
+        """Whether the means of the oldest waiting pass are on the host; False also if that pass retrieved older units."""
         if not self._inbox or len(self._inbox[0][0]) > 3:
             return False
         event = self._inbox[0][1]
@@ -242,12 +243,12 @@ class UnitMeans:
         self.units = end
 
     def forget_from(self, units: int) -> None:
-        """Forget all but the first `units` units (frames), and the waiting ones."""
+        """Keep the means of the first `units` units (frames) only; forget the later ones, and those of waiting passes."""
         self._inbox.clear()
         self.units = min(self.units, units)
 
     def keep_rows(self, kept: Tensor) -> None:
-        """Keep only the rows `kept` [k], as the first ones; there must be no waiting passes."""
+        """Keep only the units (frames) at rows `kept` [k], as rows 0 .. k - 1; there must be no waiting passes."""
         rows = self.looks[kept], self.keys[kept], self.values[kept]
         self._look, self.key_buffer, self._value = self._look[:0], self.key_buffer[:0], self._value[:0]
         self.units = 0
@@ -269,8 +270,8 @@ class UnitMeans:
         return self._value[: self.units]
 
     def set_centring_origin(self, units: int) -> tuple[Tensor, Tensor]:
-        """Take the mean of the first `units` units (frames) as the origin of all points, from now on; return the least
-        thresholds of looks [1] and of keys [L], twice the variance that rounding alone makes."""
+        """Take the mean of the first `units` units (frames) as the origin of all points, from now on; return lower
+        limits for the variance thresholds of visual features [1] and keys [L]: twice the variance due to rounding."""
         (look, one), (key, each) = map(self._origin, (self.looks[:units], self.keys[:units].to(self.work)))
         self.centre = look, key
         return one.view(1), each
@@ -299,7 +300,7 @@ class UnitMeans:
         return self._points(self.looks[units.clamp_min(0)], self.centre[0])
 
     def key_points(self, layer: Tensor, units: Tensor) -> Tensor:
-        """Unit vectors [b, m, d + 1] of the centred keys of `units` (frames) [b, m] at `layer` [b]; any for unit -1."""
+        """Unit vectors [b, m, d + 1] of the centred keys of `units` (frames) [b, m] at `layer` [b]; unit -1: undefined."""
         assert self.centre is not None
         # Row by row, for a tensor indexed by two others is gathered number by number.
         at = (units.clamp_min(0) * self.keys.shape[1] + layer[:, None]).flatten()

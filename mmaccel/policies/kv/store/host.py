@@ -35,17 +35,17 @@ class HostStore:
     A unit of a layer is P tokens of G kv heads of size D, keys and values side by side, so that it is copied as one piece:
     to the host by a copy for each run of slots, back by one launch that reads host memory by an index, or, if units are in
     files, which a device cannot read, by copies of runs. Units are numbered by the caller, from 0; numbers may have gaps and
-    need not be the same in every layer. All device work goes through `lanes` (CUDA streams): all methods but `counters`,
+    need not be the same in every layer. All device work goes through `lanes` (two queues): all methods but `counters`,
     `wait_for_copies`, `save`, `load`, `close` and those that use the disk return before their transfers have ended; what is
     returned may be used on the current CUDA stream.
 
     device      where units come from and go to; its host memory is pinned on CUDA, and plain elsewhere
     cap         most bytes of host memory; None: as much as the host can spare
-    spill       what happens then: see `Spill`
+    spill       if memory is full: "refuse"; "disk", write to files; or "drop_oldest", forget the oldest units
     folder      for files with spill="disk" (a temporary folder by default); removed by `close`
     slab_bytes  host memory is allocated in pieces of this size; None: small ones, so that allocation never blocks for long
     together    most bytes that it and all other stores of the process take; None: no such cap
-    lanes       the lanes that device work is issued through (for tests)
+    lanes       the CUDA streams that compute and copy; None: made here (given only in tests)
 
     Raises `StoreError` in one sentence when the store is full, closed, or lacks what was requested; on any failure except in
     `load`, nothing that was stored before is lost.
@@ -99,8 +99,8 @@ class HostStore:
     def put_layers(
         self, layers: Sequence[int], units: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]
     ) -> list[int]:
-        """Store `units` of `layers`, keys and values [G, n * P, D] of each (or with a batch of 1 before), unit (frame) after
-        unit.
+        """Store keys and values of n `units` (frames) at `layers`; `pairs` has for each layer two tensors [G, n * P, D], or
+        [1, G, n * P, D], unit after unit.
 
         Returns the units that were forgotten to make room, in all layers: none unless spill="drop_oldest". A unit that a
         layer holds already is refused; so are tensors of another size, and whatever does not fit: nothing is stored then.
@@ -173,12 +173,12 @@ class HostStore:
         return target[0], target[1]
 
     def gather(self, slot: Tensor, out: Tensor, places: Sequence[Tensor] = ()) -> tuple[QueueMark, QueueMark]:
-        """Copy units (frames) from host memory to `out` [2, G, n * P, D] or [2, G, n, P, D], by one launch. `slot` [n]:
-        where each unit is, on the device, made on the compute lane; -1 gives zeros. Returns the marks before and after the
-        copy; report the units copied to `count_copied`.
+        """Copy units (frames) from host memory to `out` [2, G, n * P, D] or [2, G, n, P, D], by one launch. `slot` [n],
+        on the device, made on the compute queue: where each unit is; -1 gives zeros. Returns `QueueMark`s before and after
+        the copy. The caller passes the number of units copied to `count_copied`.
 
-        places  tensors [m, 2, G, P, D] on the device that may be read too: their slots come after the host's, each place
-                beginning where a slab would; the same sequence holds the same tensors
+        places  tensors [m, 2, G, P, D] on the device that may be read too: their slots follow the host's, each tensor's
+                from the next multiple of a slab's size; pass the same sequence object for the same tensors
         """
         self._open()
         made, began = self._begin(slot)
@@ -208,17 +208,17 @@ class HostStore:
 
     @property
     def slot_count(self) -> int:
-        """Number of slots of all slabs in memory; other places are numbered from here on, each from a slab's begin."""
+        """Number of slots in host memory. Slots of files, and of the `places` of `gather`, are numbered from here on."""
         return self.slabs.in_memory * self.slabs.per
 
     def new_device_buffer(self, units: int) -> Tensor:
-        """Return an uninitialised tensor [2, G, n * P, D] on the device for `units` units (frames), writable in any mode."""
+        """Return an uninitialised device tensor [2, G, n * P, D] for n `units`, writable outside inference mode too."""
         with torch.inference_mode(False):
             shape = 2, self.shape.groups, units * self.shape.tokens, self.shape.size
             return torch.empty(shape, dtype=self.shape.dtype, device=self.device)
 
     def make_room_for(self, units: int) -> list[int]:
-        """Make sure that `units` more units (frames) fit in every layer, before any is stored; returns what `put` returns.
+        """Make sure that `units` more units (frames) fit in every layer, before any is stored; return the units forgotten.
 
         Raises `StoreError` if they do not fit, so that a chunk of a stream can be refused before it is computed.
         """
@@ -239,8 +239,8 @@ class HostStore:
         self.table.free_slots(units)
 
     def free_last_slab(self) -> list[int] | None:
-        """Free the last slab, and forget the oldest units (frames) for which the others have no room; return these units.
-        None, and no change, if there is a single slab, files, or too many pinned units."""
+        """Free the last slab, and forget the oldest units (frames) for which no slab has room then; return those units.
+        If there is one slab only, or there are files, or too many units are pinned, change nothing and return None."""
         self._open()
         slabs, table = self.slabs, self.table
         left, held = (len(slabs.slabs) - 1) * slabs.per, self.units()

@@ -78,9 +78,9 @@ class Slabs:
     """Host memory in slabs of `per` slots, each for one unit (frame) of one layer; slot s is entry ``s % per`` of slab ``s
     // per``.
 
-    Memory is allocated slab by slab up to `cap` bytes, up to `together` with all others of the process, and never the last
-    `SPARE` of the host's; pinned memory one slab ahead of need. With `disk`, files follow, each allocated at its full
-    length, so that a disk that fills up later harms nothing that was stored.
+    Memory is allocated slab by slab: at most `cap` bytes, at most `together` bytes with the process's other stores, and so
+    that `SPARE` bytes of the host's memory stay free. Pinned memory is allocated one slab ahead of need. With `disk`, slabs
+    beyond that are files, each allocated at its full length, so that a disk that fills up later harms nothing stored.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Slabs:
         self._remove()
 
     def full_store_message(self, slots: int | None = None) -> str:
-        """Return in words why no slab can be added, and the fix; `slots`: needed by a pass after dropping the oldest."""
+        """Return why no slab can be added, and the fix; `slots`: how many a pass needs at least."""
         mend, need = "spill to disk (spill='disk'), drop frames (spill='drop_oldest')", ""
         if slots is not None:
             need = f" and a pass needs at least {slots * self._shape.nbytes}"
@@ -267,8 +267,8 @@ def _remove(files: list[Path], folders: list[Path]) -> None:
 
 
 class SlotTable:
-    """The slot of each unit (frame) in each layer: `slot` [L, rows] on the host, -1 for none, by the rows of units (`at`); a
-    heap of `free` slots. When rows run out, those of units that no layer holds are reused."""
+    """The slot of each unit (frame) in each layer: `slot` [L, rows] on the host, -1 for none; `at` maps a unit to its row;
+    `free` is a heap of free slots. When rows run out, those of units that no layer holds are reused."""
 
     @torch.inference_mode(False)
     def __init__(self, layers: int, device: torch.device) -> None:
@@ -312,8 +312,8 @@ class SlotTable:
         return found
 
     def slots_on_device(self) -> Tensor:
-        """Return the slots on the device, uploaded whole at the first call after a change (streams change in one phase and
-        are asked in another). The address is the same until the number of rows changes."""
+        """Return the table `slot` on the device. The first call after a change uploads it whole. The tensor's address is the
+        same until the number of rows changes."""
         if self.stale:
             if self.copy.shape != self.slot.shape:
                 with torch.inference_mode(False):
@@ -329,7 +329,7 @@ def split_units(tensor: Tensor, tokens: int) -> Tensor:
 
 
 class QueueMark:
-    """A point in the work of a lane (a CUDA stream, or the host) that can be waited for and timed.
+    """A point in the work of a `DeviceQueue` (a CUDA stream, or the host) that can be waited for and timed.
 
     On CUDA it is an event of `stream`, with a time if `timed`. On the host, where work is done at once, it is the time.
     """
@@ -352,8 +352,8 @@ class QueueMark:
 
 
 class DeviceQueue:
-    """An ordered queue of device work: a CUDA `stream`, or the host. Lanes run independently unless one waits for a mark of
-    another. `current`: the stream is already the current one where work is issued."""
+    """An ordered queue of device work, on a CUDA `stream` or the host. Queues run independently unless one waits for a
+    `QueueMark` of another. `current`: the stream is already the current one where work is issued."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None, current: bool = False) -> None:
         self.stream, self._current = stream, current or stream is None
@@ -367,30 +367,30 @@ class DeviceQueue:
                 work()
 
     def record_mark(self, timed: bool = False) -> QueueMark:
-        """Record and return a `QueueMark`, which is reached when all copies issued on this lane so far have ended."""
+        """Record and return a `QueueMark`, which is reached when all work issued on this queue so far has ended."""
         return QueueMark(self.stream, timed)
 
     def wait(self, mark: QueueMark) -> None:
-        """Make later work of this lane wait for `mark`."""
+        """Make later work of this queue wait for `mark`."""
         if self.stream is not None:
             self.stream.wait_event(mark.event)
 
     def keep_alive(self, tensor: Tensor) -> None:
-        """Keep the memory of `tensor`, made on another lane, until the work issued here has read it (`record_stream`)."""
+        """Keep the memory of `tensor`, made on another queue, until the work issued here has read it (`record_stream`)."""
         if self.stream is not None:
             tensor.record_stream(self.stream)
 
 
 class CopyQueues:
-    """The store's two lanes: `compute_queue`, on which the model runs, and `wire`, which copies units (frames) between host
-    and device. On CUDA `wire` has its own stream; elsewhere both are the host. Tests may replace both."""
+    """A store's two `DeviceQueue`s: `compute_queue`, on which the model runs, and `wire`, which copies units (frames)
+    between host and device. On CUDA `wire` has its own stream; elsewhere both are the host. Tests may replace both."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.wire = device, DeviceQueue(_CUDA.Stream(device) if device.type == "cuda" else None)
 
     @property
     def compute_queue(self) -> DeviceQueue:
-        """The lane of the current CUDA stream, on which the model computes; on a CPU the same as `wire`."""
+        """The queue of the current CUDA stream, on which the model computes; on a CPU the same as `wire`."""
         if self._device.type != "cuda":
             return self.wire
         return DeviceQueue(torch.cuda.current_stream(self._device), current=True)

@@ -79,7 +79,7 @@ class Crowd:
             async with self.streams.hold_call(one):
                 await self.streams._taken(one, frames[:1], call, Deadline(600), live=False)
             await self.ask(one, 4)
-            await self.streams.watch(one, self.jpegs[:1], None, args.fps)
+            await self.streams.add_encoded_frames(one, self.jpegs[:1], None, args.fps)
             # Of the first stream nothing was known.
             self.predicted += predicted or self.streams.admission.predicted_bytes(one.promise, device=True)
             self.open.append(one)
@@ -97,7 +97,7 @@ class Crowd:
             await asyncio.sleep(due - time.perf_counter())
             count = min(CLIP, 1 + int((time.perf_counter() - due) / step))
             some = [self.jpegs[(stream.session.frames + i) % len(self.jpegs)] for i in range(count)]
-            await self.streams.watch(stream, some, None, self.args.fps)
+            await self.streams.add_encoded_frames(stream, some, None, self.args.fps)
             now = time.perf_counter()
             self.times["askable"] += [now - due - i * step for i in range(count)]
             self.times["call"].append(count)

@@ -28,8 +28,8 @@ from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.decoding.worker import READY, Worker
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Parallel, _remote_drafter
-from mmaccel.policies.draft.parallel import Pipeline
-from mmaccel.policies.draft.sequential import Drafter
+from mmaccel.policies.draft.parallel import ParallelDraftState
+from mmaccel.policies.draft.sequential import SequentialDraftState
 from mmaccel.policies.draft.tree import _Gardener
 from mmaccel_lab.eval import simulate
 
@@ -47,7 +47,7 @@ def following(devices: Sequence[str]) -> str:
     return f"cuda:{after}" if kind == "cuda" and after < torch.cuda.device_count() else devices[0]
 
 
-class InTurns(Drafter):
+class InTurns(SequentialDraftState):
     """A draft in turns whose prompt is assumed."""
 
     def begin(self, prompt: Prompt) -> None:
@@ -207,7 +207,9 @@ def piped(
     choice = Parallel(model="shape", window=window)
     devices = list(dict.fromkeys(torch.device(name) for name in bench.devices))
     states = [
-        Pipeline(_remote_drafter.RemoteDrafter(worker, replayed.VOCAB), choice, devices, replayed.VOCAB)
+        ParallelDraftState(
+            _remote_drafter.RemoteDrafter(worker, replayed.VOCAB), choice, devices, replayed.VOCAB
+        )
         for _ in runners
     ]
     return decode(runners, states, [columns, held], tokens or bench.tokens, seed)

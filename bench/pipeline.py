@@ -197,10 +197,7 @@ def generation(bench: Bench, draft: Any, ended: Callable[[], Any], began: Any = 
     given, model = bench.given, bench.target
     bench.drop("runner")
     inputs = replayed.question(given.target, bench.columns, given.device)
-    with (
-        replayed.replaying(model, given.keep, given.seed),
-        accelerate(model, Recipe(draft=draft)) as fast,
-    ):
+    with replayed.replaying(model, given.keep, given.seed), accelerate(model, Recipe(draft=draft)) as fast:
         answer.generate(fast, inputs, max_new_tokens=48)
         bench.drop()
         if began is not None:
@@ -290,15 +287,7 @@ def one_device_step(bench: Bench, shape: dict[str, Any]) -> Step:
             found[way] = told = figures(report)
             told |= over(told, found["alone"])
             counters = report.draft["counters"]
-            tell(
-                log,
-                case="one device",
-                way=way,
-                **shape,
-                window=window,
-                **told,
-                counters=counters,
-            )
+            tell(log, case="one device", way=way, **shape, window=window, **told, counters=counters)
         bench.drop("small")
 
     return Step("pipeline:one-device", 90.0, run)

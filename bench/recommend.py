@@ -41,7 +41,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.models import rehearsal, shapes
 from mmaccel.models.processor import Processor
 from mmaccel.models.recommend import SIZE, device_rates_of, model_sizes_of
-from mmaccel.models.rehearsal import with_measured_overheads
+from mmaccel.models.rehearsal import add_measured_overheads
 from mmaccel_lab.tiny.tokenizer import build_tokenizer
 from mmaccel_lab.world import vocabulary
 
@@ -150,7 +150,7 @@ def setting(options: argparse.Namespace, log: Log, told: tuple[str, float, int, 
     if not options.kernels:
         how: dict[str, Any] = {} if cuda else {"clock": time.process_time, "store": SESSIONS}
         how |= {"processor": processor, "say": partial(print, flush=True)}
-        device = with_measured_overheads(device, place, sizes, model, size, [recipe], work, **how)
+        device = add_measured_overheads(device, place, sizes, model, size, [recipe], work, **how)
     if cuda:
         torch.cuda.set_per_process_memory_fraction(
             memory / torch.cuda.get_device_properties(place).total_memory

@@ -144,9 +144,8 @@ def memory(name: str, **fields: Any) -> Any:
     assert isinstance(policy, StreamPolicy)
     head, tokens = contract.HEAD, contract.TOKENS
     first, unit = torch.arange(head)[None], head + torch.arange(tokens)[None]
-    positions = PositionIds(first, unit, lambda n: tokens * torch.arange(n), head + tokens, tokens, 10**6)
-    sizes = {"tokens_per_unit": tokens, "head": head, "frames_per_unit": 1}
-    stream = Stream(**sizes, positions=positions, dtype=torch.float32)
+    at = PositionIds(first, unit, lambda n: tokens * torch.arange(n), head + tokens, tokens, 10**6)
+    stream = Stream(tokens_per_unit=tokens, head=head, frames_per_unit=1, positions=at, dtype=torch.float32)
     model: Any = contract.RotaryModel()
     state = policy.open_stream(stream, contract.GEOMETRY, model, torch.device("cpu"))
     run(state, StreamPass(kind="head", rows=head))

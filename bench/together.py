@@ -53,7 +53,7 @@ def together_part(bench: Bench) -> Iterator[Step]:
             said += paces[-1][1]
         one = statistics.median(alone)
         for runner in runners:
-            runner.together = runners[0].together or BatchedDecodeSteps.of(runner)
+            runner.together = runners[0].together or BatchedDecodeSteps.find_or_create(runner)
         for count in COUNTS:
             some = runners[:count]
             taken = [pace(some, columns, bench.tokens) for _ in range(1 + min(options.repeats, 3))][1:]

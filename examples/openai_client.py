@@ -13,10 +13,7 @@ def ask(client: OpenAI, video: str, question: str, recipe: str | None = None) ->
     """The answer, printed as it comes; `video` is a path or an http address."""
     if not video.startswith(("http:", "https:", "file:")):
         video = "data:video/mp4;base64," + base64.b64encode(Path(video).read_bytes()).decode()
-    content = [
-        {"type": "video_url", "video_url": {"url": video}},
-        {"type": "text", "text": question},
-    ]
+    content = [{"type": "video_url", "video_url": {"url": video}}, {"type": "text", "text": question}]
     events = client.chat.completions.create(
         model=client.models.list().data[0].id,
         messages=[{"role": "user", "content": content}],  # type: ignore[list-item,misc]

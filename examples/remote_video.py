@@ -22,19 +22,19 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import mmaccel
-from mmaccel.models.generic import Generic
+from mmaccel.models.generic import GenericFamily
 
 IMAGE_TOKEN = -200
 KIND = "remote_video"
 
 
 @mmaccel.register("model", KIND)
-class RemoteVideo(Generic):
+class RemoteVideo(GenericFamily):
     """A wrapped model: the columns of each frame follow from its placeholders."""
 
     model_types = (KIND,)
     unable: ClassVar = {
-        **Generic.unable,
+        **GenericFamily.unable,
         "streams": "make visual features by code of their own, of whole videos",
     }
 

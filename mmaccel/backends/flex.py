@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from mmaccel.backends.ops.block_attend import (
     ABSENT,
     FULL,
-    Call,
+    BlockAttendCall,
     Part,
     append_span_keys,
     lse_dtype,
@@ -37,7 +37,7 @@ def why_unusable(device: torch.device) -> str | None:
 
 
 @with_unpacked_args
-def block_attend(call: Call) -> tuple[Tensor, Tensor]:
+def block_attend(call: BlockAttendCall) -> tuple[Tensor, Tensor]:
     """The operator of `ops.block_attend` by FlexAttention; compiled on CUDA, eager on CPU (no lse when compiled)."""
     query, key, value, part, block_q, block_k, scale, rows, _ = call
     (B, H), q_row = query.shape[:2], part.q_row

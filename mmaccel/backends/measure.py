@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part, prepare
+from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part, prepare_part
 from mmaccel.backends.ops.dense_attend import dense_attend
 
 LIMIT = 10.0  # seconds that measuring may take
@@ -174,7 +174,7 @@ def measure_costs(
 
         def blocks(n: int, kernel: Callable[..., Any] = kernel) -> tuple[float, Callable[[], Any]]:
             listed, part = build_nearest_blocks_part(n, shape.heads, device, block)
-            made = prepare(kernel, part, *tensors[n][:2], block, block, 0)
+            made = prepare_part(kernel, part, *tensors[n][:2], block, block, 0)
             return listed * block**2, lambda: kernel(*tensors[n], *part.pack(), block, block, scale, 0, *made)
 
         try:

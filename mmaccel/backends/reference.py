@@ -18,7 +18,7 @@ from torch import Tensor
 from mmaccel.backends.ops.block_attend import (
     FULL,
     TEST,
-    Call,
+    BlockAttendCall,
     Part,
     append_span_keys,
     lse_dtype,
@@ -112,7 +112,7 @@ class _Lists:
 
 
 @with_unpacked_args
-def block_attend(call: Call) -> tuple[Tensor, Tensor]:
+def block_attend(call: BlockAttendCall) -> tuple[Tensor, Tensor]:
     """The operator of `ops.block_attend` in plain PyTorch. Reads list lengths on the host."""
     query, key, value, part, block_q, block_k, scale, rows, _ = call
     B, H, n_query, D = query.shape

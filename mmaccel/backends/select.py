@@ -45,7 +45,7 @@ Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendChoice:
     """The backend chosen for a recipe, why, and its measured costs (None: not measured)."""
 
     backend: str
@@ -73,12 +73,12 @@ def why_unusable(device: torch.device | str) -> dict[str, str | None]:
     return {name: _why_not(name, torch.device(device)) for name in BACKENDS}
 
 
-def choose(device: torch.device | str) -> str:
+def default_backend(device: torch.device | str) -> str:
     """Return the name of the backend that "auto" means on `device` without measurements."""
     return next(_candidates(torch.device(device)))
 
 
-def choose_backend(
+def resolve_backend(
     name: str,
     device: torch.device | str,
     shape: AttentionShape,
@@ -89,7 +89,7 @@ def choose_backend(
     measure: bool | None = None,
     store: CostFile[Costs] | None = None,
     **how: Any,
-) -> Choice:
+) -> BackendChoice:
     """Choose the backend for `name` ("auto", or a backend's name) on `device`, for layers of `shape`.
 
     plan     tokens -> a function that plans a layer of that length, to be timed; `label` identifies it
@@ -103,11 +103,13 @@ def choose_backend(
     device = torch.device(device)
     if name != "auto":
         get(name, device)
-        return Choice(name, "asked for by name")
+        return BackendChoice(name, "asked for by name")
     if not (device.type == "cuda" if measure is None else measure):
-        return Choice(choose(device), f"the first that runs on {device.type}; nothing was measured")
+        return BackendChoice(
+            default_backend(device), f"the first that runs on {device.type}; nothing was measured"
+        )
     if shape.dtype == torch.float64:
-        return Choice("reference", "no other computes in float64")
+        return BackendChoice("reference", "no other computes in float64")
     names = tuple(_candidates(device))
     kept: CostFile[Costs] = store if store is not None else CostFile()
     tried = tuple(n for n in names if n != "reference") or names
@@ -118,10 +120,12 @@ def choose_backend(
         costs = measure_costs(device, shape, {n: get(n, device) for n in tried}, plan, block=block, **how)
         kept.put(key, costs)
     if not costs.sparse:
-        return Choice("reference", ", ".join(f"{n}: {reason}" for n, reason in costs.untried.items()), None)
+        return BackendChoice(
+            "reference", ", ".join(f"{n}: {reason}" for n, reason in costs.untried.items()), None
+        )
     # What matters is the rate of long lists; the fixed part is paid by every backend.
     best = min(costs.sparse, key=lambda n: costs.sparse[n].each)
-    return Choice(best, _reason(costs, best, shape, again), costs)
+    return BackendChoice(best, _reason(costs, best, shape, again), costs)
 
 
 def get(name: str, device: torch.device | str) -> BlockAttend:
@@ -131,7 +135,7 @@ def get(name: str, device: torch.device | str) -> BlockAttend:
     """
     device = torch.device(device)
     if name == "auto":
-        name = choose(device)
+        name = default_backend(device)
     if name not in BACKENDS:
         raise UnknownName("backend", name, ("auto", *BACKENDS))
     reason = _why_not(name, device)
@@ -223,11 +227,11 @@ def cost_key(device: torch.device, shape: AttentionShape, backends: tuple[str, .
     if device.type == "cpu":
         name += f" {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     sizes = f"{shape.heads} heads, {shape.groups} groups, size {shape.size}, {str(shape.dtype).removeprefix('torch.')}"
-    versions = " ".join(f"{package} {version(package)}" for package in PACKAGES)
+    versions = " ".join(f"{package} {package_version(package)}" for package in PACKAGES)
     return " | ".join((name, sizes, versions, "+".join(backends), label))
 
 
-def version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     """Version of an installed distribution, or None."""
     try:
         return metadata.version(package)

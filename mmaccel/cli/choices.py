@@ -28,7 +28,7 @@ from mmaccel.core.recipe import (
     stream_policy,
 )
 from mmaccel.core.registry import registry
-from mmaccel.core.streams.session_io import load_model_dtype
+from mmaccel.core.streams.session_io import load_saved_dtype
 from mmaccel.core.streams.sources import StreamEvent, clips_with_reconnect
 from mmaccel.models import load_processor, loading
 
@@ -177,7 +177,7 @@ def load_supported_processor(model: str) -> Any:
 def load_cli_model(model: str, device: str, dtype: str, saved: Path | None = None) -> nn.Module:
     """Load a model on a device, in a dtype ("auto": that of the session `saved`, or else float32 on CPU and the checkpoint's
     own on others). Raises `ModelError` for another dtype than that of `saved`."""
-    if saved is not None and (own := load_model_dtype(saved)) in DTYPES:
+    if saved is not None and (own := load_saved_dtype(saved)) in DTYPES:
         if dtype not in ("auto", own):
             raise ModelError(
                 f"--dtype: {saved} was saved from a model in {own}, not {dtype}; give {own}, or leave --dtype out."

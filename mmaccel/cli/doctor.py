@@ -16,7 +16,7 @@ from typer import Option
 from mmaccel import models
 from mmaccel.backends import measure, select
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.select import version
+from mmaccel.backends.select import package_version
 from mmaccel.cli.console import print_json, say
 from mmaccel.models import shipped
 
@@ -48,8 +48,8 @@ def _system_report() -> dict[str, Any]:
     problems: list[str] = []
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        versions = {"mmaccel": version("mmaccel"), "python": platform.python_version()}
-        versions |= {name: version(name) for name in PACKAGES}
+        versions = {"mmaccel": package_version("mmaccel"), "python": platform.python_version()}
+        versions |= {name: package_version(name) for name in PACKAGES}
         for name, module in PACKAGES.items():
             try:
                 # Each is imported, since one that was built for another PyTorch cannot be.
@@ -84,7 +84,7 @@ def _system_report() -> dict[str, Any]:
             "PyAV": "it is not installed" if versions["av"] is None else broken,
             "NVDEC": "mmaccel decodes on the CPU",
         },
-        "lab": version(shipped.LAB),
+        "lab": package_version(shipped.LAB),
         "costs": {"file": str(store.path), "measured": len(store)},
     }
 
@@ -174,10 +174,10 @@ def _unmet(distribution: str) -> list[str]:
     from packaging.requirements import Requirement
 
     found = []
-    needs = (metadata.requires(distribution) or ()) if version(distribution) is not None else ()
+    needs = (metadata.requires(distribution) or ()) if package_version(distribution) is not None else ()
     for need in map(Requirement, needs):
         if need.marker is None or need.marker.evaluate({"extra": ""}):
-            here = version(need.name)
+            here = package_version(need.name)
             if here is None or not need.specifier.contains(here, prereleases=True):
                 there = "it is not installed" if here is None else f"{here} is installed"
                 found.append(f"{distribution} needs {need.name}{need.specifier}; {there}")

@@ -44,7 +44,7 @@ def recommend(
     from mmaccel.core.rates import DEVICES as KNOWN
     from mmaccel.models.recommend import candidate_recipes, device_rates_of, format_seconds, model_sizes_of
     from mmaccel.models.recommend import recommend as run
-    from mmaccel.models.rehearsal import with_measured_overheads
+    from mmaccel.models.rehearsal import add_measured_overheads
 
     given = re.fullmatch(r"(\d+)x(\d+)", frame_size)
     if not given:
@@ -70,7 +70,7 @@ def recommend(
     if name not in KNOWN:
         what = model, (height, width), candidate_recipes(sizes, work, lossless=lossless, draft=other), work
         told: dict[str, Any] = {} if as_json else {"say": remark}
-        rates = with_measured_overheads(rates, torch.device(name), sizes, *what, **told)
+        rates = add_measured_overheads(rates, torch.device(name), sizes, *what, **told)
     found = run(sizes, work, rates, lossless=lossless, draft=other)
     if as_json:
         presets: dict[str, Any] = {

@@ -91,12 +91,7 @@ def search(
                 loaded, processor, video or [], text or [], max_tokens, fps, progress
             )
             table = run(
-                loaded,
-                inputs,
-                output,
-                settings,
-                sample=told,
-                progress=progress_callback(progress, "steps"),
+                loaded, inputs, output, settings, sample=told, progress=progress_callback(progress, "steps")
             )
     except KeyboardInterrupt:
         message = "nothing was measured yet"

@@ -252,7 +252,7 @@ def _masked(tried: _Tried, masks: Mapping[int, Tensor]) -> Iterator[None]:
 def _batches(tried: _Tried) -> Iterator[Row]:
     more: list[Any] = [("image",), ("text", 2)] if tried.family.mixes_modalities else []
     alone = [tried.prompt([("text", n), ("video", 4), ("text", n + 3), *more], seed=n) for n in (2, 9, 5)]
-    batch = tried.sampler.batch(alone)
+    batch = tried.sampler.pad_and_stack(alone)
     plain = [tried.logits(one)[0] for one in alone]
     with accelerate(tried.model):
         together = tried.logits(batch)

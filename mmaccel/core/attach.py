@@ -237,7 +237,7 @@ class Accelerated:
         self._state: Callable[[], KVState | None] = lambda: None
         self._counted: dict[str, float] = {}
         try:
-            self.recipe = recipe = fit_recipe(recipe, self.view)
+            self.recipe = recipe = adapt_recipe_to_model(recipe, self.view)
             choice = choose_backend(recipe, self.view)
             sliding = self.adapter.sliding_layers(model)
             if context_mesh is not None:
@@ -356,7 +356,7 @@ def accelerate(
     return Accelerated(model, chosen, context_mesh)
 
 
-def fit_recipe(recipe: Recipe, view: ModelView) -> Recipe:
+def adapt_recipe_to_model(recipe: Recipe, view: ModelView) -> Recipe:
     """Return `recipe` adapted to the model of `view`, which may be a configuration only, before weights are loaded. Raises
     `RecipeError` if it cannot serve `generate` or a model of these sizes, and `DraftError` if the draft model is missing or
     does not fit."""
@@ -383,7 +383,9 @@ def stream_attention_config(recipe: Recipe, adapter: StreamModel) -> AttentionCo
     """Return the `AttentionConfig` of a session's layers under `recipe`; raises `RecipeError` if the model cannot run it."""
     recipe = _bound(recipe, adapter.view)
     if recipe.sparse.dense:
-        choice = select.Choice(select.choose(adapter.device), "a memory of streams decides what is seen")
+        choice = select.BackendChoice(
+            select.default_backend(adapter.device), "a memory of streams decides what is seen"
+        )
         return replace(adapter.attention, recipe=recipe, backend=choice.backend, choice=choice)
     choice, sliding_kernel = choose_backend(recipe, adapter.view), adapter.attention.kernel
     kernel = select.get(choice.backend, adapter.device)

@@ -105,7 +105,7 @@ class OverheadFile:
         self._store = CostFile("sessions.json", MeasuredOverhead.from_dict) if store is None else store
         shape = AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
         told = ", ".join(f"{name} {value}" for name, value in vars(sizes).items())
-        self._key = select.cost_key(device, shape, (select.choose(device),), f"{label} | {told}")
+        self._key = select.cost_key(device, shape, (select.default_backend(device),), f"{label} | {told}")
 
     def get(self, way: str) -> MeasuredOverhead | None:
         """Return the `MeasuredOverhead` stored under the key `way` (`costs.overhead_key`), or None."""
@@ -222,7 +222,7 @@ def measure_device(
     shape = AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
     store = CostFile("rates.json", DeviceRates.from_dict) if store is None else store
     cuda = device.type == "cuda"
-    backend = select.choose(device)
+    backend = select.default_backend(device)
     key = select.cost_key(device, shape, (backend,), "rates by layers and slabs")
     found = store.get(key)
     if found is None:

@@ -370,7 +370,7 @@ def register(kind: str, name: str, *, compile: bool | None = None) -> Callable[[
     """Return a class decorator that registers a class of `kind` as `name`, and sets the class attribute `name`.
 
     compile  of a sparse pattern: whether inductor may compile its `plan`, as one graph, where that pays (on CUDA; see
-             `core.decoding.replay.Compiled`); None keeps the class attribute `compiles`, by default True
+             `core.decoding.replay.LazilyCompiled`); None keeps the class attribute `compiles`, by default True
 
     Raises `RecipeError` for a class that is no frozen dataclass derived from its kind's base, or `compile` of another kind.
     """

@@ -84,7 +84,7 @@ def measurement_conditions(device: torch.device | str = "cpu", **more: Any) -> d
     if place.type == "cuda" and (card := torch.cuda.get_device_properties(place)):
         found |= {"device": card.name, "device_bytes": card.total_memory, "cuda": torch.version.cuda}
     packages = ("mmaccel", "torch", "transformers", "triton", "flash-attn-4")
-    return found | {package: select.version(package) for package in packages}
+    return found | {package: select.package_version(package) for package in packages}
 
 
 def _commit() -> str | None:

@@ -181,7 +181,10 @@ def attention_weights(
     if run.layout.has_padding:
         valid = run.layout.valid.to(query.device)[:, at]
         unseen = (unseen | ~valid[:, None] | ~valid[:, -rows:, None])[:, None]
-    if run.images is not None and (images := run.images.of(layer, run.start, run.layout)) is not None:
+    if (
+        run.images is not None
+        and (images := run.images.in_new_columns(layer, run.start, run.layout)) is not None
+    ):
         unseen = images.unmask_image_pairs(unseen.expand(len(query), 1, rows, -1), at)
     heads = query.to(value.dtype).unflatten(1, (key.shape[1], -1))
     scores = (heads @ key.to(value.dtype)[:, :, None].transpose(-1, -2)).flatten(1, 2) * scale

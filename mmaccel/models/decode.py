@@ -249,7 +249,7 @@ class SequenceDecodeSteps:
         home = words.weight.device
         scoring = state.pruner.scoring_layer if isinstance(state, PrunedKVState) else None
         cuts: list[tuple[torch.device, list[int]]] = []
-        for device, numbers in loading.device_runs([key.device for key, _ in buffers], home):
+        for device, numbers in loading.group_layers_by_device([key.device for key, _ in buffers], home):
             after = numbers.index(scoring) + 1 if scoring in numbers[:-1] else len(numbers)  # type: ignore[arg-type]
             cuts += [(device, numbers[:after])]
             cuts += [(device, numbers[after:])] if after < len(numbers) else []

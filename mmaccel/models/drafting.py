@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.decoding.draft import Prompt
-from mmaccel.core.decoding.generate import Ended, GuardedDraft, Speculation, decode_round_robin
+from mmaccel.core.decoding.generate import CallEnded, GuardedDraft, Speculation, decode_round_robin
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.models.hf import ModelAttachment
 from mmaccel.models.prompt_layout import PIXELS, inputs_after_past, prompt_length
@@ -52,7 +52,7 @@ def generate(attachment: ModelAttachment, kwargs: dict[str, Any], lasts: bool = 
                 if not attachment.owner.recipe.kv.sequences:  # one memory of a stream after the other
                     decode_round_robin([begun[-1].decoding])
                     begun[-1].end()
-        except Ended:
+        except CallEnded:
             if not begun:
                 raise
         decodings = [sequence.decoding for sequence in begun]
@@ -224,7 +224,7 @@ class _Sequence:
             from mmaccel.models.together import BatchedDecodeSteps
 
             assert not isinstance(runner, PromptStreamRunner)
-            seat.batch.register_shared_runner(runner, BatchedDecodeSteps.of)
+            seat.batch.register_shared_runner(runner, BatchedDecodeSteps.find_or_create)
         warped = options.do_sample or logits_processor
         prompt = Prompt(
             inputs=given if past is None else {**given, "position_ids": None},

@@ -20,7 +20,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
-from mmaccel.models.generic import TOWER, Generic
+from mmaccel.models.generic import TOWER, GenericFamily
 from mmaccel.models.prompt_layout import PIXELS
 
 KINDS = ("full_attention", "sliding_attention")
@@ -28,7 +28,7 @@ _TEXT: dict[str, Any] = {**tiny.TEXT, "head_dim": 16, "sliding_window": 24}
 
 
 @register("model", "gemma3")
-class Gemma3(Generic):
+class Gemma3(GenericFamily):
     """``Gemma3ForConditionalGeneration``: frames are given as images, whose tokens attend to each other in every layer."""
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma3",)
@@ -42,7 +42,7 @@ class Gemma3(Generic):
     centred_norms = frozenset({"Gemma3RMSNorm"})
     decoder_layers = rms_norms = gated_mlps = frozenset[str]()
     unable: ClassVar[Mapping[str, str]] = {
-        **Generic.unable,
+        **GenericFamily.unable,
         "streams": "have layers that see the last tokens of a prompt alone, which no memory of streams keeps for them",
         "pruning": "have layers that see the last tokens of a prompt alone, and would see others once some are left out",
     }

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mmaccel.core.adapter import tensor_parallel_size
-from mmaccel.core.decoding.generate import Deadline, Ended
+from mmaccel.core.decoding.generate import CallEnded, Deadline
 from mmaccel.core.errors import DraftError, MmaccelError, ModelError, warn
 from mmaccel.core.report import Meter
 from mmaccel.models import step
@@ -128,7 +128,7 @@ def generate(attachment: ModelAttachment, *args: Any, **kwargs: Any) -> Any:
     attachment.running.deadline = Deadline(seconds)
     try:
         return _untimed(attachment, kwargs)
-    except Ended:
+    except CallEnded:
         if isinstance(cache, KVCache) and before is not None:
             # A memory that forgets may not reach back so far; the next call then says so itself.
             with suppress(ModelError):

@@ -69,7 +69,7 @@ TOWER: dict[str, Any] = {
 
 
 @register("model", "generic")
-class Generic(Family):
+class GenericFamily(Family):
     """Models whose frames are found from pixels and placeholder tokens; sparse patterns, windows and drafts work on them."""
 
     model_types: ClassVar[tuple[str, ...]] = (
@@ -285,7 +285,7 @@ class Generic(Family):
 
 
 @register("model", "other")
-class UnlistedFamily(Generic):
+class UnlistedFamily(GenericFamily):
     """Any image or video model of transformers that has no family of its own, if all its layers have full attention.
     Untested: our tests cover no such model."""
 

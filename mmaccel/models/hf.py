@@ -89,7 +89,7 @@ class ModelAttachment(AttachmentBase):
         if self.states:
             hook_deltanet(hooks, self.states.values())
         # Inside a pruner that listens to the tower: it hears of all frames at once.
-        modules.batch_tower(hooks, family, model, context=self.owner.context)
+        modules.install_batched_tower(hooks, family, model, context=self.owner.context)
         if recipe.prune is not None and recipe.kv.sequences:
             self.pruning = PrefillTokenPruning(hooks, model, family, recipe.prune, self.depth)
             self._pruned: Any = torch.compiler.disable(self.pruning.forward)
@@ -301,7 +301,7 @@ class ModelAttachment(AttachmentBase):
         if self.states and mask is not None:
             kwargs["attention_mask"] = mask
         if packed is not None:
-            return PackedForwardPass.of(run, packed), kwargs, False
+            return PackedForwardPass.split_by_sequence(run, packed), kwargs, False
         return run, kwargs, lent and not self._caches(kwargs)
 
     def _own(self, cache: Any, kwargs: dict[str, Any], new: TokenLayout, packed: Tensor | None) -> KVCache:
@@ -372,12 +372,14 @@ class ModelAttachment(AttachmentBase):
     def _piece(
         self, run: ForwardPass, kwargs: dict[str, Any], begin: int, end: int
     ) -> tuple[ForwardPass, dict[str, Any]]:
-        """The pass over new columns ``begin .. end`` of `run`, and its arguments; raises `Ended` where the time is up."""
+        """The pass over new columns ``begin .. end`` of `run`, and its arguments; raises `CallEnded` where the time is
+        up."""
         self.generate_time_left()
         return run.slice_new_columns(begin, end), slice_inputs(kwargs, slice(begin, end), run.start)
 
     def generate_time_left(self) -> float | None:
-        """Return the seconds left of this thread's `generate` call, None without a limit; raises `Ended` after the limit."""
+        """Return the seconds left of this thread's `generate` call, None without a limit; raises `CallEnded` after the
+        limit."""
         deadline: Deadline | None = getattr(self.running, "deadline", None)
         if deadline is None:
             return None

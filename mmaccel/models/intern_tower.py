@@ -29,7 +29,9 @@ class InternTowerReader(VisionScorer):
         paid = (query[:, :, :1] @ key.mT * own.scale).softmax(-1).mean(1)
         return torch.cat([paid.mT, key.mean(1)], -1)[:, 1:]
 
-    def to_tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
+    def pool_patches_to_tokens(
+        self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]
+    ) -> Tensor:
         told = torch.cat(caught)
         side, ratio = int(told.shape[1] ** 0.5), self.multimodal.config.downsample_ratio
         joined = self.multimodal.pixel_shuffle(told.unflatten(1, (side, side)), scale_factor=ratio)

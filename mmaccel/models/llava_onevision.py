@@ -128,7 +128,9 @@ class LlavaVisionScorer(VisionScorer):
         score = mean_received_attention(query, key, query.shape[-1] ** -0.5)
         return torch.cat([score[..., None], key.float().mean(1)], -1)
 
-    def to_tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs) -> Tensor:
+    def pool_patches_to_tokens(
+        self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs
+    ) -> Tensor:
         if kind == IMAGE:
             return self._packed(torch.cat(caught), given)
         pooled = self.multimodal.apply_pooling(torch.cat(caught))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import ConfigOnlyModel, ModelView
-from mmaccel.core.attach import adapter_for, family_of, fit_recipe
+from mmaccel.core.attach import adapt_recipe_to_model, adapter_for, family_of
 from mmaccel.core.errors import ModelError, UnknownName, quoted
 from mmaccel.core.files import outside
 from mmaccel.core.prefill.attention import ForwardPass
@@ -111,7 +111,7 @@ def load_model(
     folder = Path(source)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(f"model {source!r} has no config.json; give a folder written by save_pretrained.")
-    config = read_config(local_folder(source, revision))
+    config = read_config(find_or_download_folder(source, revision))
     try:
         family_of(str(config.get("model_type")))
     except ModelError as error:
@@ -189,7 +189,7 @@ def load_text_model(name: str | Path, like: nn.Module) -> nn.Module | None:
 
 
 def _type(source: str) -> str:
-    return str(read_config(local_folder(source)).get("model_type"))
+    return str(read_config(find_or_download_folder(source)).get("model_type"))
 
 
 def _config(source: str) -> Any:
@@ -206,7 +206,7 @@ def _config(source: str) -> Any:
 
 def check_recipe(recipe: Recipe | str | Path | Mapping[str, Any], name: str | Path) -> None:
     """Raise what `accelerate` would raise for this recipe on the model `name`; no weights of it or of a draft are loaded."""
-    fit_recipe(Recipe.load(recipe), config_only_view(name))
+    adapt_recipe_to_model(Recipe.load(recipe), config_only_view(name))
 
 
 @dataclass(eq=False)
@@ -267,7 +267,9 @@ def balance_layers_over_devices(sizes: Sequence[int], ends: int, count: int) -> 
     return chosen
 
 
-def device_runs(places: Sequence[torch.device], home: torch.device) -> list[tuple[torch.device, list[int]]]:
+def group_layers_by_device(
+    places: Sequence[torch.device], home: torch.device
+) -> list[tuple[torch.device, list[int]]]:
     """Group layers, placed on `places`, into consecutive runs (device, layer indices). The first and last run are on `home`,
     and empty if the first or last layer is elsewhere."""
     found: list[tuple[torch.device, list[int]]] = [(home, [])]
@@ -330,7 +332,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def local_folder(name: str | os.PathLike[str], revision: str | None = None) -> Path:
+def find_or_download_folder(name: str | os.PathLike[str], revision: str | None = None) -> Path:
     """Return a model's folder; a hub model's small files (all but weights) are downloaded first. Raises `ModelError`."""
     text = os.fspath(name)
     if Path(text).is_dir():

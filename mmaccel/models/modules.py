@@ -188,14 +188,20 @@ def _wants_gradients(*tensors: Tensor) -> bool:
 
 @contextmanager
 def tower_batched(family: Any, model: nn.Module, fuse: bool = True) -> Iterator[None]:
-    """Context in which a model's vision tower is set up as by `batch_tower`. Contexts of several threads may overlap."""
+    """Context in which a model's vision tower is set up as by `install_batched_tower`. Contexts of several threads may
+    overlap."""
     inner, given = family.multimodal(model), {"family": family, "model": model}
     fused = shared_hooks(inner, "fused", functools.partial(fuse_tower, **given)) if fuse else nullcontext()
-    with shared_hooks(inner, "tower_batched", functools.partial(batch_tower, fuse=False, **given)), fused:
+    with (
+        shared_hooks(inner, "tower_batched", functools.partial(install_batched_tower, fuse=False, **given)),
+        fused,
+    ):
         yield
 
 
-def batch_tower(hooks: Hooks, family: Any, model: nn.Module, fuse: bool = True, context: Any = None) -> None:
+def install_batched_tower(
+    hooks: Hooks, family: Any, model: nn.Module, fuse: bool = True, context: Any = None
+) -> None:
     """Make the model's vision tower encode at most `PATCHES` patches a call, batch attention windows of equal length and, if
     `fuse`, use fused kernels. A tower already set up so is left unchanged. `context`: the `ContextGroup` whose processes
     share the calls."""

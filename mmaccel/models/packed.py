@@ -25,7 +25,7 @@ class PackedForwardPass:
     ticket: Tensor | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, run: ForwardPass, packed: Tensor) -> PackedForwardPass:
+    def split_by_sequence(cls, run: ForwardPass, packed: Tensor) -> PackedForwardPass:
         """Split the forward pass `run` of a batch by sequences; `packed` [B, S] is each token's sequence number."""
         runs = []
         for b, row in enumerate(packed):

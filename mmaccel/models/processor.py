@@ -34,7 +34,7 @@ from mmaccel.models.chat import (
     split_into_prompts,
     tokenize,
 )
-from mmaccel.models.loading import local_folder, read_config, read_json
+from mmaccel.models.loading import find_or_download_folder, read_config, read_json
 from mmaccel.models.prompt_layout import ProcessorSpec
 from mmaccel.models.taking import read_prompt_video
 
@@ -90,7 +90,7 @@ class Processor:
         video_preprocessor_config.json (default: the image's file), and processor_config.json for the rest. Raises
         `ModelError` naming the file that is missing or broken.
         """
-        place = local_folder(folder)
+        place = find_or_download_folder(folder)
         config, whole = read_config(place), read_json(place / "processor_config.json") or {}
         image = whole.pop("image_processor", None) or read_json(place / "preprocessor_config.json")
         video = whole.pop("video_processor", None) or read_json(place / "video_preprocessor_config.json")

@@ -226,7 +226,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
         begins = [self._head + frame // self.frames_a_step * self._unit for frame, _ in moments]
         ids = self.ids[0]
         around = [(ids[begin : begin + self.text_around_unit[0]].tolist(), list[int]()) for begin in begins]
-        return units.unit_embeds(self.embed_tokens, features, around)
+        return units.join_unit_embeds(self.embed_tokens, features, around)
 
     def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         positions = self.family.positions(self.model, {**self.inputs, "attention_mask": None})

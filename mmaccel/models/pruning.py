@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.dense_attend import mean_weights
+from mmaccel.backends.ops.dense_attend import mean_attention_weights
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError, RecipeError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
@@ -204,7 +204,7 @@ class PrefillTokenPruning:
         key = family.apply_rope(family.project_key(self.model, index, x), (cos, sin))
         query = family.project_query(self.model, index, x[:, at])
         query = family.apply_rope(query, (cos[:, :, at], sin[:, :, at]))
-        return mean_weights(query[0], key[0], at, query.shape[-1] ** -0.5)
+        return mean_attention_weights(query[0], key[0], at, query.shape[-1] ** -0.5)
 
     def _between(
         self, index: int, stage: Stage, hidden: Tensor, kwargs: dict[str, Any], work: _Work

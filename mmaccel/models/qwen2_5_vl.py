@@ -97,7 +97,9 @@ class QwenTowerReader(VisionScorer):
             start = some.stop
         return torch.cat(looks)
 
-    def to_tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs) -> Tensor:
+    def pool_patches_to_tokens(
+        self, kind: int, caught: list[Tensor], pixels: Tensor, given: Inputs
+    ) -> Tensor:
         grid = given[_GRIDS[kind]]
         merged = torch.cat(caught).unflatten(0, (-1, self.visual.spatial_merge_size**2)).mean(1)
         return merged[torch.argsort(self._order(grid))]
@@ -316,7 +318,9 @@ def _parts(grids: list[list[int]], most: int) -> Iterator[list[list[int]]]:
     yield part
 
 
-def batches_of(ends: list[int], device: torch.device) -> tuple[Any, Tensor | None, Tensor | None]:
+def group_windows_by_length(
+    ends: list[int], device: torch.device
+) -> tuple[Any, Tensor | None, Tensor | None]:
     """Group attention windows by length, so that each group is one batch; `ends` are the bounds of consecutive windows.
     Returns the shape (windows, rows per window) of each batch; the rows [n] in batch order; and the inverse permutation. The
     last two are None if rows are already in that order. Empty windows are left out."""
@@ -358,7 +362,7 @@ def attend_windows(
     state = ends.tolist() if ends.is_inference() else (id(ends), ends._version)
     known: Any = getattr(ends, "mmaccel_batches", (None, None))
     if known[0] != state:
-        known = ends.mmaccel_batches = state, batches_of(ends.tolist(), query.device)
+        known = ends.mmaccel_batches = state, group_windows_by_length(ends.tolist(), query.device)
     shapes, order, back = known[1]
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]
     if order is not None:

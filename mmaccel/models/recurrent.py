@@ -30,7 +30,7 @@ from mmaccel.core.adapter import Branches
 from mmaccel.core.errors import ModelError
 from mmaccel.models import install
 from mmaccel.models.install import Hooks, shared_hooks
-from mmaccel.models.tree_paths import TreePaths, gather_tree
+from mmaccel.models.tree_paths import TreePaths, gather_tree_outputs_hook
 
 LAG = 16
 """Rows that a state in a slot lags behind at most, once its sequence goes back by more than the last step."""
@@ -351,7 +351,7 @@ def deltanet_weights(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float
     return *own, module.norm.variance_epsilon
 
 
-def record_input(
+def record_input_hook(
     module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of a Gated DeltaNet module: record its input in its `RecurrentCacheLayer`; if it is a draft tree, run
@@ -369,10 +369,10 @@ def record_input(
 
 
 def hook_inputs(hooks: Hooks, modules: Collection[nn.Module]) -> None:
-    """Install the hooks `record_input` and `gather_tree` on Gated DeltaNet `modules`."""
+    """Install the hooks `record_input_hook` and `gather_tree_outputs_hook` on Gated DeltaNet `modules`."""
     for module in modules:
-        hooks.add_pre_hook(module, record_input)
-        hooks.add_hook(module, gather_tree, with_kwargs=True)
+        hooks.add_pre_hook(module, record_input_hook)
+        hooks.add_hook(module, gather_tree_outputs_hook, with_kwargs=True)
 
 
 def make_rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> Any:

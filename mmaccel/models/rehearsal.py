@@ -113,7 +113,7 @@ def _split(
     return first, taken - first
 
 
-def with_measured_overheads(
+def add_measured_overheads(
     device: rates.DeviceRates,
     place: torch.device,
     sizes: rates.ModelSizes,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.dense_attend import mean_weights
+from mmaccel.backends.ops.dense_attend import mean_attention_weights
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.memory.thinned import PrunedKVState
@@ -183,7 +183,7 @@ class DraftPruningProbe(ForwardProbe):
         at = rows[here].to(query.device)
         column = torch.arange(end, device=at.device) if column is None else column.to(at.device)
         place = torch.searchsorted(column, at)
-        weights = mean_weights(query[0, :, at - start], key[0, :, :end], place, scale).to(
+        weights = mean_attention_weights(query[0, :, at - start], key[0, :, :end], place, scale).to(
             self.attention.device
         )
         seen = column.to(weights.device)
@@ -248,7 +248,9 @@ class VisionScorer(ABC):
         [..., patches, 1 + D], attention first."""
 
     @abstractmethod
-    def to_tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
+    def pool_patches_to_tokens(
+        self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]
+    ) -> Tensor:
         """Reduce the patches of one tower call to visual tokens; return received attention and key of each token, [n, 1 +
         D]. kind: IMAGE or VIDEO; `caught` holds the results of `measure_patches`, `given` the call's arguments."""
 
@@ -305,7 +307,7 @@ class VisionAttentionProbe:
             pixels = given[next(iter(inspect.signature(encode).parameters))]
             # Of images and of videos, since it was last taken.
             tokens = self.local.__dict__.setdefault("tokens", {})
-            tokens[kind] = self.tower.to_tokens(kind, caught, pixels, given)
+            tokens[kind] = self.tower.pool_patches_to_tokens(kind, caught, pixels, given)
         finally:
             self.local.caught = None
         return out

@@ -19,7 +19,13 @@ from mmaccel.core.errors import ModelError, quoted
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped
 from mmaccel.models.chat import ChatText, as_messages, tokenize
-from mmaccel.models.loading import local_folder, one_line_error, read_config, read_json, resolve_model_name
+from mmaccel.models.loading import (
+    find_or_download_folder,
+    one_line_error,
+    read_config,
+    read_json,
+    resolve_model_name,
+)
 from mmaccel.models.processor import Processor, processor_specs
 
 TEXT = -1
@@ -203,7 +209,7 @@ def load_processor(
     source: str | Path, revision: str | None = None, *, special_tokens: bool = True
 ) -> Processor:
     """Load the processor of a model folder or hub name: transformers' own where torchvision is installed, else ours."""
-    place = local_folder(resolve_model_name(source), revision)
+    place = find_or_download_folder(resolve_model_name(source), revision)
     stock = _stock(place) if find_spec("torchvision") is not None else None
     if stock is None:
         found = Processor.from_pretrained(place, special_tokens=special_tokens)

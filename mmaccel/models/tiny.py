@@ -121,7 +121,7 @@ class TinyModels:
         return CharProcessor(self.family, config, WORDS)
 
     @staticmethod
-    def batch(prompts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def pad_and_stack(prompts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Pad prompts of unequal length on the left and stack them into a batch."""
         width = max(one["input_ids"].shape[1] for one in prompts)
         out: dict[str, Tensor] = {}

@@ -59,7 +59,7 @@ class KVBufferAddresses:
     table: Tensor
 
     @staticmethod
-    def of(state: KVState, room: int) -> KVBufferAddresses:
+    def from_kv_state(state: KVState, room: int) -> KVBufferAddresses:
         pairs = state.layer_buffers(room)
         return KVBufferAddresses(
             state, pairs, min(key.shape[2] for key, _ in pairs), torch.tensor([*map(_places, pairs)])
@@ -95,7 +95,7 @@ class BatchedDecodeSteps:
         """Whether the last step was of a shape that steps are captured for, and was captured by then."""
 
     @staticmethod
-    def of(runner: Any, known: Sequence[BatchedDecodeSteps] = ()) -> BatchedDecodeSteps | None:
+    def find_or_create(runner: Any, known: Sequence[BatchedDecodeSteps] = ()) -> BatchedDecodeSteps | None:
         """Return shared steps for `runner`: one of `known` with the same weights, or new ones; None if it cannot share."""
         if not isinstance(runner, HFRunner) or why_not_batchable(runner.model, runner.family, runner.cache):
             return None
@@ -140,7 +140,7 @@ class BatchedDecodeSteps:
         state, room = runner.memory(), _padded(count)  # padding is written, too
         laid: KVBufferAddresses | None = runner.laid
         if laid is None or laid.state is not state or state.length() + room > laid.capacity:
-            laid = runner.laid = KVBufferAddresses.of(state, room)
+            laid = runner.laid = KVBufferAddresses.from_kv_state(state, room)
         return laid
 
     def _lay(self, like: Buffers, places: int) -> None:
@@ -154,7 +154,7 @@ class BatchedDecodeSteps:
         line = torch.arange(self._places, device=home)
         angles = family.rope_angles(model, line.expand(3, -1) if family.mrope else line, like[0][0].dtype)
         rope = torch.stack([angle[0] for angle in angles])
-        cuts = loading.device_runs([key.device for key, _ in like], home)
+        cuts = loading.group_layers_by_device([key.device for key, _ in like], home)
         for device in {device for device, _ in cuts}:
             self._replays.setdefault(device, CudaGraphCache(device)).set_data_place(self._places)
         self._parts, self._layers, self._shown = [], [numbers for _, numbers in cuts], []

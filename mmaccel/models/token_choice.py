@@ -214,7 +214,7 @@ def _matcher(tokenizer: str, vocabulary: int, ends: tuple[int, ...], schema: str
     return fault
 
 
-def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+def end_token_ids(model: Any, tokenizer: Any) -> set[int]:
     """Return the end-of-text ids: those of the model's `generation_config`, or else the tokenizer's."""
     told: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     told = tokenizer.eos_token_id if told is None else told

@@ -34,7 +34,9 @@ class TreePaths(Cache):
         super().__init__(layers=[made] * (layer.module.layer_idx + 1))
 
 
-def gather_tree(module: Any, args: tuple[Any, ...], kwargs: Any, out: Tensor | None = None) -> Tensor | None:
+def gather_tree_outputs_hook(
+    module: Any, args: tuple[Any, ...], kwargs: Any, out: Tensor | None = None
+) -> Tensor | None:
     """Forward hook of a Gated DeltaNet module: gather the outputs [1, n, E] of a tree's rows from those of its paths [b, L,
     E]. Without `kwargs` torch calls a hook that was removed while the module's hooks ran."""
     paths = kwargs.get("cache_params") if isinstance(kwargs, Mapping) else None

@@ -65,7 +65,7 @@ class TextAroundUnits:
         return before, after
 
 
-def unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence[Around]) -> Tensor:
+def join_unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence[Around]) -> Tensor:
     """Join embeddings of the text `around` each unit to its `features` [n, P, E], for `StreamModel.embed_units`."""
     whole, wide = [], features.shape[2]
     for side in zip(*around, strict=True):
@@ -142,6 +142,6 @@ class TimestampedStreamAdapter(HFStreamAdapter):
         return {name: x for name, x in made.items() if name != "video_compression_mask"}
 
     def embed_units(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
-        return unit_embeds(
+        return join_unit_embeds(
             self.embed_tokens, features, [self._written.text_ids(moment) for moment in moments]
         )

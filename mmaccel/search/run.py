@@ -153,7 +153,7 @@ def _levelled(
     whose tensors are gone by then."""
     begin, adapter = time.perf_counter(), adapter_for(model)
     device, fingerprint = next(model.parameters()).device, adapter.fingerprint(model)
-    backend = select.choose(device) if settings.backend == "auto" else settings.backend
+    backend = select.default_backend(device) if settings.backend == "auto" else settings.backend
     select.get(backend, device)
     middle: list[CapturedLayer] = []
 
@@ -181,7 +181,7 @@ def _levelled(
         "weights": adapter.weights_digest(model),
         "block": settings.block,
         "context": scale.context,
-        "target": scale.target(),
+        "target": scale.target_pattern(),
         "cost": settings.cost,
         "tolerance": settings.tolerance,
         "extended": scale.extended,
@@ -339,7 +339,10 @@ def recompute_table(table: Row) -> dict[str, Any]:
     space = find_all_budget_steps(
         scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.kept_share
     )
-    return {**_build_table(table, table["measured"], space, table["layers"]), "target": scale.target()}
+    return {
+        **_build_table(table, table["measured"], space, table["layers"]),
+        "target": scale.target_pattern(),
+    }
 
 
 def restrict_boundary_types(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:

@@ -147,19 +147,21 @@ class BudgetScale:
         """Scale a token budget of MMInference's Table 3 to this context length."""
         return max(1, round(count * min(1.0, self.context / LONG)))
 
-    def window(self, count: int) -> int:
+    def scale_window(self, count: int) -> int:
         """Scale a window of MMInference's Table 3 to this context and round it to whole frames (unchanged from 64k on)."""
         tokens = self.scale_tokens(count)
         if self.context >= LONG or not self.frame:
             return tokens
         return max(1, round(tokens / self.frame)) * self.frame
 
-    def target(self) -> dict[str, Any]:
+    def target_pattern(self) -> dict[str, Any]:
         """Return, as a recipe mapping, the A-shape pattern whose cost is the target for all candidates."""
         return self._a_shape(*TARGET, step=0)
 
     def _a_shape(self, sink: int, window: int, step: int) -> dict[str, Any]:
-        return self._made("a_shape", sink=self.scale_tokens(sink * STEP**step), window=self.window(window))
+        return self._made(
+            "a_shape", sink=self.scale_tokens(sink * STEP**step), window=self.scale_window(window)
+        )
 
     def _grid(self, lines: Sequence[int], stride: str, local: int, step: int) -> dict[str, Any]:
         fields: dict[str, Any] = {line: bool(flag) for line, flag in zip(LINES, lines, strict=True)}
@@ -355,8 +357,12 @@ def find_all_budget_steps(
             space[kind] = [replace(one, share=share(whole(one.pattern))) for one in candidates]
         elif kind == kinds[0]:
             # Nothing came down to the target's cost; the target itself is what is left.
-            cost(scale.target())
-            space[kind] = [PatternCandidate(("target",), scale.target(), 1.0, share(scale.target()), "level")]
+            cost(scale.target_pattern())
+            space[kind] = [
+                PatternCandidate(
+                    ("target",), scale.target_pattern(), 1.0, share(scale.target_pattern()), "level"
+                )
+            ]
         # The other types cost much the same: they begin where the first one ended.
         first = [steps for steps, _ in reached]
     return space

@@ -18,7 +18,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from mmaccel.core.decoding.generate import Ended
+from mmaccel.core.decoding.generate import CallEnded
 from mmaccel.core.errors import MmaccelError
 from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.serve import chat, socket, streams
@@ -42,7 +42,7 @@ def create_app(engine: Engine, registry: Callable[[Engine], streams.Streams] = s
         await engine.close()
 
     # OpenAPI has no WebSockets.
-    told = f"WebSocket /v1/streaming/sessions/{{id}}/socket: {getdoc(socket.stream_socket)}"
+    told = f"WebSocket /v1/streaming/sessions/{{id}}/socket: {getdoc(socket.handle_stream_socket)}"
     app = FastAPI(title="mmaccel", description=told, docs_url=None, redoc_url=None, lifespan=living)
     app.state.engine = engine
     app.include_router(chat.router)
@@ -80,8 +80,8 @@ def _tell_errors(app: FastAPI, seconds: float) -> None:
     async def wrong(_: Request, error: MmaccelError) -> JSONResponse:
         return error_response(400, str(error))
 
-    @app.exception_handler(Ended)
-    async def ended(_: Request, error: Ended) -> JSONResponse:
+    @app.exception_handler(CallEnded)
+    async def ended(_: Request, error: CallEnded) -> JSONResponse:
         return error_response(408, f"the video was not read within {seconds:g} s; ask for fewer frames.")
 
     @app.exception_handler(RequestValidationError)

@@ -39,7 +39,7 @@ async def list_model_names(engine: TheEngine) -> dict[str, Any]:
 
 
 @router.post("/v1/chat/completions")
-async def completions(body: ChatRequest, request: Request, engine: TheEngine, asks: Asks) -> Any:
+async def create_chat_completion(body: ChatRequest, request: Request, engine: TheEngine, asks: Asks) -> Any:
     """Answer a chat completion request, whole or by server-sent events; greedy without `temperature`."""
     engine.find_recipe(body.model, body.mmaccel.recipe)
     made: dict[str, Any] = {

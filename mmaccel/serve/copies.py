@@ -36,7 +36,7 @@ class ModelCopyPool:
 
     @contextmanager
     def borrow(self, name: str, recipe: Recipe, deadline: Deadline) -> Iterator[Accelerated]:
-        """Borrow a model copy under the recipe `name` for one call. Raises `Ended` if none is free by the deadline."""
+        """Borrow a model copy under the recipe `name` for one call. Raises `CallEnded` if none is free by the deadline."""
         idle, draft = self._idle[name], recipe.draft
         most = 1 if getattr(draft, "process", False) else self._most
         fast = None

@@ -22,14 +22,14 @@ from torch import nn
 from mmaccel.core.adapter import home_device
 from mmaccel.core.attach import Accelerated, adapter_for
 from mmaccel.core.decoding.batch import Batch, BatchSlot
-from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Deadline, Ended
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, CallEnded, Deadline
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.live import await_or_cancel, run_in_thread
 from mmaccel.media.video import Video
 from mmaccel.models import load_processor
-from mmaccel.models.token_choice import build_schema_logits_processor, end_tokens
+from mmaccel.models.token_choice import build_schema_logits_processor, end_token_ids
 from mmaccel.serve import sources
 from mmaccel.serve.copies import CHECK_S, ModelCopyPool
 from mmaccel.serve.kept import StreamEntry, VideoCache, without_kv_age_limit
@@ -106,7 +106,8 @@ class Engine:
         self.copies, self._drawing = ModelCopyPool(model, self.turns.most), threading.Lock()
 
     def find_recipe(self, model: str | None, asked: str | None) -> str:
-        """Return a request's recipe name: `asked`, or RECIPE if `model` is NAME@RECIPE, or the default; raises `Refused`."""
+        """Return a request's recipe name: `asked`, or RECIPE if `model` is NAME@RECIPE, or the default; raises
+        `Refused`."""
         name, _, inside = (model or self.name).partition("@")
         if name != self.name:
             raise Refused(404, f"model: this server has {self.name!r} alone; name that.", "model_not_found")
@@ -216,7 +217,7 @@ class Engine:
         deadline: Deadline,
         limits: Limits | None = None,
     ) -> Video:
-        """Decode the sampled frames of a video. Raises `Ended` if the deadline passes meanwhile."""
+        """Decode the sampled frames of a video. Raises `CallEnded` if the deadline passes meanwhile."""
         deadline.check()
         limits = limits or self.settings.limits
         return sources.sample_video(
@@ -259,7 +260,7 @@ class Engine:
             stored = isinstance(kv := kept.recipe.kv, StreamPolicy) and kv.ingests
             call = kept.session.ingest if stored else kept.session.watch
             if await call(video, timeout=deadline.seconds_left()) < len(video):
-                raise Ended("timeout")
+                raise CallEnded("timeout")
             await run_in_thread(partial(kept.pictures.add, 0, video.frames))
             await kept.read_counters()
         except BaseException:
@@ -301,7 +302,7 @@ class Engine:
         inputs = self.processor.chat(self._content(asked), device=place.device, dtype=place.dtype)
         deadline.check()
         rows = inputs["input_ids"].shape[1]
-        ends = end_tokens(self.model, self.processor.tokenizer)
+        ends = end_token_ids(self.model, self.processor.tokenizer)
         how = {"max_new_tokens": asked.most, "max_time": deadline.seconds_left(), **request.options()}
         for schema in request.answer_schema.values():
             tokenizer = self.processor.tokenizer

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmaccel.core.decoding.generate import Ended
+from mmaccel.core.decoding.generate import CallEnded
 from mmaccel.core.errors import MmaccelError
 from mmaccel.serve.metrics import Metrics
 from mmaccel.serve.settings import Refused, Settings, is_loopback
@@ -97,7 +97,7 @@ class RequestGuard:
         headers = Headers(scope=scope)
         try:
             self._check_page(headers)
-            asks = self._settings.caller(_bearer_key(headers))
+            asks = self._settings.identify_caller(_bearer_key(headers))
             path = scope["path"]
             is_open = path in OPEN or any(path.startswith(one) for one in OPEN if one[1:].endswith("/"))
             # A browser's WebSocket cannot send the header: the first message then has the key.
@@ -195,7 +195,7 @@ def error_message(error: BaseException) -> str:
         return validation_error(error)[0]
     if isinstance(error, MmaccelError):
         return str(error)
-    if isinstance(error, Ended):
+    if isinstance(error, CallEnded):
         return "the time of the request is over; ask for less."
     log.error("the server failed", exc_info=error)
     return "the server failed; its log says why."

@@ -83,14 +83,14 @@ class StreamEntry:
     async def measure(self) -> StreamUsageCounts:
         """Read the stream's counters anew; return the frames it took in, the bytes it holds and the questions it had."""
         await self.read_counters()
-        return self.held()
+        return self.usage_counts()
 
-    def held(self) -> StreamUsageCounts:
+    def usage_counts(self) -> StreamUsageCounts:
         """Return frames taken in, bytes held and questions so far, as when the counters were last read."""
         device, questions = (int(self.counters.get(name, 0)) for name in ("bytes", "questions"))
-        return StreamUsageCounts(self.session.frames, self.bytes(), device, questions)
+        return StreamUsageCounts(self.session.frames, self.total_bytes(), device, questions)
 
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         """Return the bytes held on the device, the host and the disk, as when the counters were last read."""
         return int(sum(self.counters.get(name, 0) for name in ("bytes", "host_bytes", "host_disk_bytes")))
 
@@ -143,11 +143,11 @@ class VideoCache:
 
     def bytes(self) -> int:
         """Return the bytes that all cached videos hold in memory and on disk."""
-        return sum(one.bytes() for one in self._whole().values())
+        return sum(one.total_bytes() for one in self._whole().values())
 
     def device_bytes(self) -> int:
         """Return the bytes that all cached videos hold on the model's devices."""
-        return sum(one.held().device for one in self._whole().values())
+        return sum(one.usage_counts().device for one in self._whole().values())
 
     async def shrink(self, most: int) -> int:
         """Close unused videos, least recently used first, until at most `most` are left and their bytes are within the
@@ -159,7 +159,7 @@ class VideoCache:
                 break
             if not one.users:
                 del self._videos[key]  # before anything is awaited: what `whole` says still holds
-                closed, held = [*closed, one], held - one.bytes()
+                closed, held = [*closed, one], held - one.total_bytes()
         self._metrics.kept.set(len(self._videos))
         for one in closed:
             await one.session.close()

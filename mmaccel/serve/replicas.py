@@ -119,9 +119,9 @@ class ReplicatedStreams(Streams):
     def _lock(self, number: str) -> asyncio.Lock:
         return self._locks.setdefault(number, asyncio.Lock())
 
-    def folder(self, name: str, caller: str) -> Path:
+    def saved_stream_folder(self, name: str, caller: str) -> Path:
         # No name that a caller gives has a dot.
-        return self._live / name / SESSION if "." in name else super().folder(name, caller)
+        return self._live / name / SESSION if "." in name else super().saved_stream_folder(name, caller)
 
     async def load_current(self, number: str, caller: str | None) -> None:
         """Load a stream from the shared folder, unless the copy on this replica is up to date."""

@@ -106,7 +106,7 @@ class Settings:
         if any(len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key for key in self.keys):
             raise RecipeError("--keys: a key has at least 8 printable ASCII characters and no space.")
 
-    def caller(self, key: str | None) -> str | None:
+    def identify_caller(self, key: str | None) -> str | None:
         """Return the identity of the caller with API key `key`; None for a wrong or missing key."""
         if not self.keys:
             return LOCAL

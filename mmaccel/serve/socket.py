@@ -87,7 +87,7 @@ ANSWERS = 8
 
 
 @router.websocket("/{number}/socket")
-async def stream_socket(websocket: WebSocket, number: str) -> None:
+async def handle_stream_socket(websocket: WebSocket, number: str) -> None:
     """WebSocket of a stream: JSON messages with a `type`; a binary message is a frame.
 
     In: `key` (first, if a key is needed and no header has it), `frame` (data, time), `ask` (id, question, ...), `on` (id,
@@ -101,7 +101,11 @@ async def stream_socket(websocket: WebSocket, number: str) -> None:
             with streams.count_open_socket(None):
                 await websocket.accept()
                 first = Incoming.validate_json(await asyncio.wait_for(websocket.receive_text(), 10))
-                asks = streams.engine.settings.caller(first.key) if isinstance(first, APIKeyMessage) else None
+                asks = (
+                    streams.engine.settings.identify_caller(first.key)
+                    if isinstance(first, APIKeyMessage)
+                    else None
+                )
         else:
             await websocket.accept()
         if asks is not None:
@@ -207,7 +211,9 @@ class StreamConnection:
                 try:
                     async with self._streams.hold_call(self._stream):
                         data = [data for data, _ in some]
-                        taken = await self._streams.watch(self._stream, data, times or None, None)
+                        taken = await self._streams.add_encoded_frames(
+                            self._stream, data, times or None, None
+                        )
                 except Exception as error:
                     await self._send("event", name="error", message=error_message(error), frames=len(some))
                 else:

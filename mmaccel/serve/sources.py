@@ -51,7 +51,7 @@ class FetchedMedia:
 
 
 def fetch_media(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Deadline) -> FetchedMedia:
-    """Fetch `url` to a file in `folder`, unless it is a local file. Raises `Refused`, `VideoError` or `Ended`."""
+    """Fetch `url` to a file in `folder`, unless it is a local file. Raises `Refused`, `VideoError` or `CallEnded`."""
     scheme, limits = url[:16].partition(":")[0].lower(), settings.limits
     if kind == "image":
         limits = replace(limits, source_bytes=min(limits.source_bytes, limits.image_bytes))
@@ -243,7 +243,8 @@ def decode_image(source: FetchedMedia, limits: Limits) -> Tensor:
 
 
 def decode_frames(data: Sequence[bytes], limits: Limits) -> Tensor:
-    """Decode encoded frames of equal size to uint8 [T, 3, H, W]. Raises `Refused` before decoding if they are too large."""
+    """Decode encoded frames of equal size to uint8 [T, 3, H, W]. Raises `Refused` before decoding if they are too
+    large."""
     _check_room(sum(3 * width * height for width, height in map(image_size, data)), limits)
     pictures = [read_image(one, limits.pixels) for one in data]
     sizes = {tuple(one.shape) for one in pictures}

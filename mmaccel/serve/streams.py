@@ -83,7 +83,7 @@ class Streams:
         engine.metrics.held.set_function(lambda: self._own() + engine.kept.bytes())
 
     def _own(self) -> int:
-        return sum(one.kept.bytes() for one in list(self._open.values()))
+        return sum(one.kept.total_bytes() for one in list(self._open.values()))
 
     def _check_room(self) -> None:
         """Raise `Refused` where streams hold all that they may."""
@@ -92,13 +92,13 @@ class Streams:
 
     @asynccontextmanager
     async def hold_call(self, stream: Stream) -> AsyncIterator[None]:
-        """Context of one call on a stream: waits while its owner has too many calls. Raises `Refused` if too many wait."""
+        """Context of one call on a stream: waits while its owner has too many calls. `Refused`: too many wait."""
         async with stream.hold_open(), self._calls[stream.owner].wait_for_turn(stream.owner):
             yield
 
     @contextmanager
     def count_open_socket(self, owner: str | None) -> Iterator[None]:
-        """Context that counts an open socket of `owner` (None: key comes later). Raises `Refused` if too many are open."""
+        """Context that counts an open socket of `owner` (None: key comes later). `Refused`: too many are open."""
         if self._sockets[owner] >= self.limits.sockets:
             raise Refused(429, "too many sockets are open; close one.", "too_many_sockets")
         self._sockets[owner] += 1
@@ -127,7 +127,7 @@ class Streams:
                         log.exception("closing a stream failed")
 
     def get(self, number: str, caller: str | None) -> Stream:
-        """Return the caller's stream with this id; raises `Refused` (404) if there is none or it is another caller's."""
+        """Return the caller's stream with this id; raises `Refused` (404) if it is none of theirs."""
         found = self._open.get(number)
         if found is None or caller is None or found.owner != caller:
             raise Refused(404, "there is no stream of this id; open one.", "stream_not_found")
@@ -150,7 +150,7 @@ class Streams:
         promise = self.admission.admit_stream(name, asked.fps, asked.seconds)
         self._opening[caller] = self._opening.get(caller, 0) + 1
         try:
-            folder = None if asked.resume is None else self.folder(asked.resume, caller)
+            folder = None if asked.resume is None else self.saved_stream_folder(asked.resume, caller)
             if folder is not None and not folder.is_dir():
                 raise Refused(404, f"resume: no stream is saved as {asked.resume!r}.", "stream_not_found")
             make = partial(StreamEntry, engine.model, engine.processor, engine.recipes[name], self.limits)
@@ -183,7 +183,7 @@ class Streams:
     async def on_stream_change(self, stream: Stream) -> None:
         """Hook for subclasses, called after a stream took in frames or text, or answered a turn of a conversation."""
 
-    def folder(self, name: str, caller: str) -> Path:
+    def saved_stream_folder(self, name: str, caller: str) -> Path:
         """Return the folder where a caller's stream is saved under `name`; raises `Refused` if saving is disabled."""
         if self.engine.settings.saves is None:
             raise Refused(403, "this server saves no streams; start it with --saves FOLDER.")
@@ -204,7 +204,7 @@ class Streams:
         session, taken = stream.session, 0
         async with self.hold_call(stream):
             if asked.frames:
-                taken = await self.watch(stream, asked.frames, asked.times, asked.fps)
+                taken = await self.add_encoded_frames(stream, asked.frames, asked.times, asked.fps)
             elif asked.video_url is not None:
                 with tempfile.TemporaryDirectory(prefix="mmaccel-") as folder:
                     url = asked.video_url.url
@@ -219,7 +219,7 @@ class Streams:
                     await self.on_stream_change(stream)
         return taken
 
-    async def watch(
+    async def add_encoded_frames(
         self, stream: Stream, pieces: Sequence[str | bytes], times: list[float] | None, fps: float | None
     ) -> int:
         """Decode the encoded frames `pieces` (bytes or base64) and add them to `stream`; return how many were added."""
@@ -240,7 +240,7 @@ class Streams:
         async with stream.taking:
             self._check_room()
             deadline.check()
-            before, start = stream.kept.held(), time.monotonic() - stream.session.session.waited_s
+            before, start = stream.kept.usage_counts(), time.monotonic() - stream.session.session.waited_s
             with self.engine.refuse_out_of_memory():
                 taken: int = await call(timeout=max(0.01, deadline.seconds_left() or 0.0))
             seconds = time.monotonic() - stream.session.session.waited_s - start
@@ -382,7 +382,7 @@ async def ask_stream(number: str, body: AskRequest, request: Request, streams: T
 @router.post("/{number}/save")
 async def save_stream(number: str, body: SaveRequest, streams: TheStreams, asks: Asks) -> dict[str, Any]:
     """Save the stream under a name; `resume` opens it again."""
-    stream, folder = streams.get(number, asks), streams.folder(body.name, asks)
+    stream, folder = streams.get(number, asks), streams.saved_stream_folder(body.name, asks)
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     limits, held = streams.limits, sum(one.stat().st_size for one in folder.parent.rglob("*"))
     if not folder.exists() and (len(os.listdir(folder.parent)) >= limits.saves or held >= limits.saved_bytes):

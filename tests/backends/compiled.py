@@ -255,7 +255,7 @@ def indexed() -> None:
     SplitListPieces.of([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, N, 264)
     lists.listed_area(told, begin[0, :9], zeros(1, 1, 9 * 64, dtype=INT), row[None], 64, 64)
     lists.key_band(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
-    lists.merge_query_block_pairs(told)
+    lists.merge_adjacent_query_blocks(told)
     kept, nine = zeros(1, 28, N + 1, dtype=torch.bool)[..., :-1], zeros(1, 9, dtype=INT)
     line_kernels.list_slash_blocks(
         kept, (zeros(3, 3, dtype=INT), few, few, zeros(3, 1, 64, dtype=INT), nine, zeros(1, 9, 2, 2, dtype=INT), nine), 64

@@ -25,7 +25,7 @@ from mmaccel.policies.sparse.stride import (
     StrideResidueClasses,
     StrideSearch,
     _heaviest,
-    frame_phases,
+    estimate_frame_phases,
 )
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import small
@@ -194,7 +194,7 @@ def test_classes_of_more_keys_than_a_tile(score: Score, padded: bool, monkeypatc
         # Each class has a whole tile before the first of these queries.
         sizes = torch.stack([(frames.number[..., :150] == c).sum(-1) for c in range(4)])
         assert int(last.query_ranks.min()) > 150 and int(sizes.min()) >= estimate.KEYS
-        return frame_phases(last, frames, search)
+        return estimate_frame_phases(last, frames, search)
 
     want = found("cpu")
     with launched():

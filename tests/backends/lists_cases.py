@@ -22,7 +22,7 @@ from mmaccel.backends.triton.prefill import attend, lists
 from mmaccel.backends.triton.prefill import kernel as working
 from mmaccel.backends.triton.prefill.kernel import MOST_PIECES, WAVES, SplitListPieces
 from mmaccel.backends.triton.prefill.lists import assemble_slices as launched
-from mmaccel.backends.triton.prefill.lists import merge_query_block_pairs, prefix_count_masked_blocks
+from mmaccel.backends.triton.prefill.lists import merge_adjacent_query_blocks, prefix_count_masked_blocks
 from mmaccel.core.prefill.merge_heads import PackedSlice, TensorPacker
 from mmaccel.core.prefill.plan import AttentionPlan, span_by_range
 from mmaccel.core.prefill.sparse import attend_plan, window_plan
@@ -214,7 +214,7 @@ def test_a_pair_holds_what_both_hold(seed: int) -> None:
     head = torch.minimum(draw[2], count)
     tail = torch.minimum(torch.maximum(draw[3], head), count)
     row = torch.stack([draw[0], count, head, tail, torch.zeros_like(count)], -1)
-    two = merge_query_block_pairs(row.to(DEVICE))
+    two = merge_adjacent_query_blocks(row.to(DEVICE))
     for h in range(2):
         for m in range(3):
             mine = [row[0, h, i].tolist() for i in (2 * m, 2 * m + 1) if i < 5]

@@ -149,7 +149,7 @@ def test_what_does_not_run_is_said_in_a_sentence(
     monkeypatch.setattr(torch.version, "hip", None if name.startswith("sm_") else "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(int(name[3:]), 10))
     assert select.why_unusable(CUDA)["triton"] == why
-    assert select.choose(CUDA) == ("triton" if why is None else "flex")
+    assert select.default_backend(CUDA) == ("triton" if why is None else "flex")
     if why is not None:
         with pytest.raises(
             RecipeError, match=f"'triton' cannot run on cuda: {why}; choose 'auto' or one of .*'flex'"
@@ -196,10 +196,10 @@ def test_a_named_backend_is_that_backend() -> None:
 
 
 def test_auto_is_one_that_runs() -> None:
-    name = select.choose("cpu")
+    name = select.default_backend("cpu")
     assert select.why_unusable("cpu")[name] is None
     assert select.get("auto", "cpu") is select.get(name, "cpu")
-    assert select.choose("meta") == "reference"
+    assert select.default_backend("meta") == "reference"
 
 
 def test_an_unknown_name_tells_the_nearest() -> None:
@@ -237,10 +237,10 @@ class Stopwatch:
         return self.now
 
 
-def decided(tmp_path: Path, watch: Stopwatch, **named: Any) -> select.Choice:
+def decided(tmp_path: Path, watch: Stopwatch, **named: Any) -> select.BackendChoice:
     store = select.CostFile(tmp_path / "deep" / "costs.json")
     how = dict(SMALL, bench=watch, clock=watch.clock)
-    return select.choose_backend("auto", "cpu", SHAPE, measure=True, store=store, **how, **named)
+    return select.resolve_backend("auto", "cpu", SHAPE, measure=True, store=store, **how, **named)
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def test_costs_are_measured_once(rivals: None, tmp_path: Path) -> None:
     assert decided(tmp_path, Stopwatch(1, 16, 1, 15, 2, 20), label="other").backend == "rival"
     other = dataclasses.replace(SHAPE, groups=2)
     watch = Stopwatch(1, 16, 1, 15, 2, 20)
-    select.choose_backend(
+    select.resolve_backend(
         "auto",
         "cpu",
         other,
@@ -336,7 +336,7 @@ def test_dense_wherever_a_pattern_would_not_win(rivals: None, tmp_path: Path) ->
 
 def test_dense_wins_a_tie() -> None:
     line = measure.LinearCost(1.0, 2.0)
-    choice = select.Choice("rival", "", measure.Costs(line, {"rival": line}))
+    choice = select.BackendChoice("rival", "", measure.Costs(line, {"rival": line}))
     assert not choice.beats_dense(5.0, 5.0, 7.0) and choice.beats_dense(4.9, 5.0, 7.0)
 
 
@@ -347,19 +347,19 @@ def test_a_line_through_noise_stays_a_cost() -> None:
 
 def test_nothing_is_measured_on_the_cpu_or_for_a_name(tmp_path: Path) -> None:
     store = select.CostFile(tmp_path / "costs.json")
-    choice = select.choose_backend("auto", "cpu", SHAPE, store=store, bench=Stopwatch())
-    assert choice.backend == select.choose("cpu") and choice.beats_dense(1e9, 1, 1)
+    choice = select.resolve_backend("auto", "cpu", SHAPE, store=store, bench=Stopwatch())
+    assert choice.backend == select.default_backend("cpu") and choice.beats_dense(1e9, 1, 1)
     assert "nothing was measured" in choice.why
-    assert select.choose_backend("flex", "cpu", SHAPE, store=store).describe() == "flex (asked for by name)"
+    assert select.resolve_backend("flex", "cpu", SHAPE, store=store).describe() == "flex (asked for by name)"
     with pytest.raises(RecipeError, match="'triton' cannot run on cpu"):
-        select.choose_backend("triton", "cpu", SHAPE)
+        select.resolve_backend("triton", "cpu", SHAPE)
     assert not store.path.exists()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_real_times_make_a_choice(tmp_path: Path) -> None:
     """The parts that are timed are attention: their rows see the nearest eighth of the blocks."""
-    choice = select.choose_backend(
+    choice = select.resolve_backend(
         "auto", "cpu", SHAPE, measure=True, store=select.CostFile(tmp_path / "c.json"), **SMALL
     )
     assert choice.backend in ("reference", "flex") and choice.costs is not None

@@ -86,7 +86,7 @@ def test_the_quick_rules_are_the_rules() -> None:
 
 
 def test_auto_is_one_that_runs() -> None:
-    assert select.why_unusable("cuda")[select.choose("cuda")] is None
+    assert select.why_unusable("cuda")[select.default_backend("cuda")] is None
 
 
 def test_flex_serves_the_usual_block_and_size() -> None:

@@ -48,7 +48,7 @@ def test_without_a_gpu(examined: Callable[[], dict[str, Any]], call: Call) -> No
     assert found["versions"]["torch"] == metadata.version("torch")
     assert found["device"]["type"] == "cpu" and found["device"]["why"]
     assert set(found["backends"]) == set(select.BACKENDS) and set(found["kernels"]) == set(KERNELS.values())
-    assert {name for name, one in found["backends"].items() if one["auto"]} == {select.choose("cpu")}
+    assert {name for name, one in found["backends"].items() if one["auto"]} == {select.default_backend("cpu")}
     assert (
         found["backends"]["triton"]["why"] == "it needs a CUDA device" == found["kernels"][KERNELS["hopper"]]
     )
@@ -176,7 +176,7 @@ def test_of_a_device_of_this_machine_short_sessions_are_run(call: Call, monkeypa
         return replace(device, sessions={costs.overhead_key(one, work): once for one in recipes})
 
     monkeypatch.setattr(recommend, "device_rates_of", lambda name, sizes: rates.DEVICES["h200"])
-    monkeypatch.setattr(rehearsal, "with_measured_overheads", sessions)
+    monkeypatch.setattr(rehearsal, "add_measured_overheads", sessions)
     words = ("recommend", "--minutes", "60", "--questions", "5", "--host-memory", "64GB")
     status, out, err = call(*words, "--device", "cpu", "--memory", "80GB")
     assert status == 0 and "take " in out and err == "measuring 3 kinds of sessions\n"

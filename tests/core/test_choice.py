@@ -70,7 +70,7 @@ def priced(each: float, fixed: float = 0.0, **more: LinearCost) -> Costs:
 
 def road(costs: Costs | None, recipe: Recipe = RECIPE) -> AttentionConfig:
     return AttentionConfig(
-        recipe, "reference", reference.op, choice=select.Choice("reference", "told", costs)
+        recipe, "reference", reference.op, choice=select.BackendChoice("reference", "told", costs)
     )
 
 

@@ -55,8 +55,11 @@ def layout(pad: int = 0) -> TokenLayout:
 def test_a_dense_layer(pad: int, sinks: int, window: int | None) -> None:
     query, key, value = tensors()
     told = layout(pad)
-    images = BidirectionalImages(SPANS, frozenset({3})).of(3, START, told)
-    assert images is not None and BidirectionalImages(SPANS, frozenset({3})).of(2, START, told) is None
+    images = BidirectionalImages(SPANS, frozenset({3})).in_new_columns(3, START, told)
+    assert (
+        images is not None
+        and BidirectionalImages(SPANS, frozenset({3})).in_new_columns(2, START, told) is None
+    )
     valid = told.valid if pad else None
     out = images.attend(
         None, (), KVView(key, value, None, sinks, window), valid, query, key, value, D**-0.5, None
@@ -89,7 +92,7 @@ def test_a_planned_layer(dense: tuple[int, ...]) -> None:
     ).for_layer(0)
     plan = pattern.plan(query, key, told.select_tokens(slice(START, None)), told)
     assert bool(plan.dense) == bool(dense)
-    images = BidirectionalImages(SPANS, frozenset({0})).of(0, START, told)
+    images = BidirectionalImages(SPANS, frozenset({0})).in_new_columns(0, START, told)
     tails, view = [(slice(None), 180, 230)], KVView(key, value)
     out = images.attend(plan, tails, view, None, query, key, value, D**-0.5, kernel)
     places, columns = torch.arange(START, N)[:, None], torch.arange(N)
@@ -111,7 +114,7 @@ def test_on_a_device(size: int) -> None:
     query, key, value = (torch.randn(*s, generator=generator).to(device, torch.bfloat16) for s in shapes)
     told = TokenLayout.build(torch.full((1, keys), IMAGE, device=device))
     spans = tuple((0, begin, begin + 256) for begin in range(start, keys - 256, 264))
-    images = BidirectionalImages(spans, frozenset({0})).of(0, start, told)
+    images = BidirectionalImages(spans, frozenset({0})).in_new_columns(0, start, told)
     pattern = policy("sparse", {"name": "a_shape", "sink": 64, "window": 256})
     plan = pattern.plan(query, key, told.select_tokens(slice(start, None)), told)
     out = images.attend(plan, (), KVView(key, value), None, query, key, value, size**-0.5, triton.op)

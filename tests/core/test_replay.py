@@ -246,7 +246,7 @@ def test_what_is_compiled_has_lost_by_then_what_compiling_takes(monkeypatch: pyt
     made: list[dict[str, Any]] = []
     monkeypatch.delenv(replay.COMPILE, raising=False)
     monkeypatch.setattr(torch, "compile", lambda plain, **how: made.append(how) or plain)
-    work = replay.Compiled(doubled, warmup_s=1.0)
+    work = replay.LazilyCompiled(doubled, warmup_s=1.0)
     for _ in range(9):
         assert work("small", 0.0, torch.ones(2)).tolist() == [2.0, 2.0]
     assert not made
@@ -265,7 +265,7 @@ def test_what_is_compiled_anew_for_the_same_sizes_has_that_to_lose_again(
     """What the host knows of a prompt is of a graph too: one for each prompt would be half a minute for each."""
     counter, graphs = CompileCounterWithBackend("eager"), [0]
     compiles(counter, when=None)
-    work = replay.Compiled(torch.mul, warmup_s=1.0)
+    work = replay.LazilyCompiled(torch.mul, warmup_s=1.0)
     for number in range(40):
         assert work("one", 0.25, torch.ones(2), number).tolist() == [number] * 2
         graphs.append(counter.frame_count)
@@ -281,7 +281,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_written(compiles: Callable[..., N
         raise RuntimeError("no compiler is found")
 
     compiles(compiler)
-    work = replay.Compiled(doubled, warmup_s=1.0)
+    work = replay.LazilyCompiled(doubled, warmup_s=1.0)
     with pytest.warns(
         mmaccel.MmaccelWarning, match="doubled cannot be compiled.*no compiler is found"
     ) as said:
@@ -346,12 +346,12 @@ def test_what_runs_compiled_on_a_gpu_gives_its_results_by_inductor(
     p, q = torch.randn(2, 5, 999).softmax(-1)
     given = q[:4].multinomial(1)[:, 0], p, q[:4], torch.rand(4)
     for got, want in zip(
-        replay.Compiled(verify_chain, 1.0)(0, 0.0, *given), verify_chain(*given), strict=True
+        replay.LazilyCompiled(verify_chain, 1.0)(0, 0.0, *given), verify_chain(*given), strict=True
     ):
         assert torch.equal(got, want)
     assert counter.frame_count == 1
     pattern, layout = BlockTopK(block=16, sink=16, budget=0.5), TokenLayout.text(1, 400)
-    monkeypatch.setattr(block_topk, "_CHOICE", replay.Compiled(block_topk._choice, 1.0))
+    monkeypatch.setattr(block_topk, "_CHOICE", replay.LazilyCompiled(block_topk._choice, 1.0))
     for _ in range(2):
         query, key = torch.randn(1, 4, 400, 8), torch.randn(1, 2, 400, 8)
         plan = pattern.plan(query, key, layout, layout)

@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from mmaccel.core.decoding.generate import Deadline, Ended
-from mmaccel.core.decoding.worker import Blob, Outbox
+from mmaccel.core.decoding.generate import CallEnded, Deadline
+from mmaccel.core.decoding.worker import BackgroundSender, Blob
 from mmaccel.core.errors import DraftError
 from mmaccel.core.streams import parts
 from mmaccel.core.streams.parts import FairLock
@@ -109,13 +109,13 @@ def test_a_deadline_ends_the_wait_and_leaves_the_queue() -> None:
         try:
             with turns.holding(Deadline(0.05)):
                 ended.append("held")
-        except Ended as end:
+        except CallEnded as end:
             ended.append(end.reason)
 
     with turns.holding():
         finish(beside(late))
         assert ended == ["timeout"] and not turns._waiting
-    with pytest.raises(Ended):
+    with pytest.raises(CallEnded):
         deadline = Deadline()
         deadline.cancel()
         with turns.holding(deadline):
@@ -211,7 +211,7 @@ def refuse(kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
 @pytest.mark.parametrize("send", [drop, refuse])
 def test_nothing_of_a_prompt_is_kept_whether_it_leaves_or_not(send: Any) -> None:
     """An error holds the frames that it came through, and these the pixels: a failed prompt must not stay that way."""
-    outbox, pixels = Outbox(send), torch.zeros(8)
+    outbox, pixels = BackgroundSender(send), torch.zeros(8)
     gone = weakref.ref(pixels)
     outbox.put(1, (), lambda pixels=pixels: [pixels.numpy().data])  # type: ignore[misc]
     outbox.wait(FAR_S)
@@ -221,7 +221,7 @@ def test_nothing_of_a_prompt_is_kept_whether_it_leaves_or_not(send: Any) -> None
 
 
 def test_a_prompt_is_not_kept_while_the_next_one_leaves() -> None:
-    outbox, going = Outbox(drop), threading.Event()
+    outbox, going = BackgroundSender(drop), threading.Event()
     pixels = torch.zeros(8)
     gone = weakref.ref(pixels)
 
@@ -245,7 +245,7 @@ def test_a_prompt_is_not_kept_while_the_next_one_leaves() -> None:
 
 def test_the_thread_may_come_to_end_its_own_worker() -> None:
     """A worker that nobody has any more is ended by whatever thread collects garbage: the one of its outbox, too."""
-    outbox, waited = Outbox(drop), threading.Event()
+    outbox, waited = BackgroundSender(drop), threading.Event()
 
     def collects() -> list[Blob]:
         outbox.wait()
@@ -258,7 +258,7 @@ def test_the_thread_may_come_to_end_its_own_worker() -> None:
 
 
 def test_a_thread_that_cannot_be_started_leaves_nothing_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    outbox, sent = Outbox(lambda kind, *numbers, blob=(): sent.append(kind)), list[int]()
+    outbox, sent = BackgroundSender(lambda kind, *numbers, blob=(): sent.append(kind)), list[int]()
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="new thread"):
         broken(patched, threading.Thread, "start", RuntimeError("can't start new thread"))
         outbox.put(1, (), lambda: [])
@@ -270,7 +270,7 @@ def test_a_thread_that_cannot_be_started_leaves_nothing_on_the_way(monkeypatch: 
 
 
 def test_a_thread_that_is_ended_from_within_does_not_stay_busy() -> None:
-    outbox = Outbox(drop)
+    outbox = BackgroundSender(drop)
     outbox.put(1, (), Mock(side_effect=SystemExit))
     outbox.wait(FAR_S)
     assert not outbox.is_sending and "SystemExit" in str(outbox.error)

@@ -220,7 +220,7 @@ def inputs_of(target: Any, processor: Any, prompts: Any) -> dict[str, torch.Tens
         tail = adapter.question_ids(asked["text"])[0].tolist()
         made.append(adapter.prompt(shown["video"], FPS, times, tail))
     made = [{**one, "attention_mask": torch.ones_like(one["input_ids"])} for one in made]
-    return TinyModels.batch(made) if len(made) > 1 else made[0]
+    return TinyModels.pad_and_stack(made) if len(made) > 1 else made[0]
 
 
 Said = tuple[tuple[int, ...], ...]

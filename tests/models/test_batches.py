@@ -13,7 +13,7 @@ from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError
 from mmaccel.models import decode, step
 from mmaccel.models.drafting import split_batch
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, Tree
-from mmaccel.policies.draft.sequential import Drafter
+from mmaccel.policies.draft.sequential import SequentialDraftState
 from tests.core.toy import g_test
 from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, batch, often_right, prompt
 from tests.spies import crossed, heard
@@ -143,7 +143,7 @@ def test_lengths_and_outputs_of_a_batch(family, how):
 def test_a_draft_that_fails_on_one_sequence_goes_on_for_the_others(family, monkeypatch):
     name, model, other, prompts, options = family
     plain = model.generate(**batch(name, prompts), **options)
-    states, drafting = [], Drafter.draft_steps
+    states, drafting = [], SequentialDraftState.draft_steps
 
     def fail(self, most=None):
         if self not in states:
@@ -152,7 +152,7 @@ def test_a_draft_that_fails_on_one_sequence_goes_on_for_the_others(family, monke
             raise ValueError("out of cheese")
         return drafting(self, most)
 
-    monkeypatch.setattr(Drafter, "draft_steps", fail)
+    monkeypatch.setattr(SequentialDraftState, "draft_steps", fail)
     with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)) as fast:
         with pytest.warns(MmaccelWarning, match="out of cheese"):
             assert torch.equal(model.generate(**batch(name, prompts), **options), plain)

@@ -20,7 +20,7 @@ from mmaccel.core.prefill.masked import BidirectionalImages
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import deepstack, gemma, generic, step, tiny
-from mmaccel.models.generic import Generic, UnlistedFamily
+from mmaccel.models.generic import GenericFamily, UnlistedFamily
 from mmaccel.models.prompt_layout import timestamp
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
@@ -101,7 +101,7 @@ PATTERNS: dict[str, tuple[Any, str, Any]] = {
         lambda self, *a: strongest(self, *(-x for x in a[:2]), a[2]),
     ),
     "block_topk": (BlockTopK, "_shares", lambda self, *a: 1 / (shares(self, *a) + 1)),
-    "grid": (grid, "frame_phases", _shifted),
+    "grid": (grid, "estimate_frame_phases", _shifted),
     "q_boundary": (QBoundary, "modality_groups", KBoundary.modality_groups),
     "k_boundary": (
         KBoundary,
@@ -126,7 +126,7 @@ FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
     },
 }
 GEMMA: dict[str, tuple[Any, str, Any, str, str]] = {
-    "images": (BidirectionalImages, "of", lambda *a: None, "_dense", "dense, a video"),
+    "images": (BidirectionalImages, "in_new_columns", lambda *a: None, "_dense", "dense, a video"),
     "later": (BidirectionalImages, "next_chunk_cut", lambda self, end: end, "_dense", "in chunks"),
     "windows": (
         *(gemma.Gemma3, "sliding_layers", lambda *a: dict.fromkeys(NARROW(*a), 1 << 16)),
@@ -154,17 +154,17 @@ def test_a_family_without_a_tiny_model_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 def test_any_other_model_is_served_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idefics3 is built as SmolVLM is; of a model with windows or states nothing is taken on trust."""
-    like = Generic.tiny["smolvlm"]
+    like = GenericFamily.tiny["smolvlm"]
     monkeypatch.setattr(UnlistedFamily, "tiny", {"idefics3": {**like, "pad_token_id": 0}})
     monkeypatch.setattr(
         UnlistedFamily,
         "tiny_visual_input",
-        lambda self, config, *a: Generic.tiny_visual_input(self, like_smolvlm(config), *a),
+        lambda self, config, *a: GenericFamily.tiny_visual_input(self, like_smolvlm(config), *a),
     )
     monkeypatch.setattr(
         UnlistedFamily,
         "complete_tiny_inputs",
-        lambda self, config, made: Generic.complete_tiny_inputs(self, like_smolvlm(config), made),
+        lambda self, config, made: GenericFamily.complete_tiny_inputs(self, like_smolvlm(config), made),
     )
     generic._TOLD.discard("idefics3")
     try_only(monkeypatch, "_dense _patterns _pruners", "a_shape")

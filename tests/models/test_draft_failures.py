@@ -19,7 +19,7 @@ from mmaccel.core.prefill.prune import observation_columns
 from mmaccel.core.streams import stream_runner
 from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, parallel
-from mmaccel.policies.draft.parallel import Pipeline
+from mmaccel.policies.draft.parallel import ParallelDraftState
 from mmaccel.policies.draft.prompt_lookup import _Finder
 from mmaccel.policies.draft.sparse_to_dense import _Memory, view_columns, visible_columns_mask
 from mmaccel.policies.kv.full import FullState
@@ -302,7 +302,7 @@ def test_a_caption_is_the_plain_one_and_a_killed_draft_loses_none(spoken, monkey
             os.kill(next(iter(fast.view._held.values())).process.pid, signal.SIGKILL)
 
         with monkeypatch.context() as patch, pytest.warns(MmaccelWarning, match="went|ended|reached"):
-            returned(patch, Pipeline, "keep_columns", kill)
+            returned(patch, ParallelDraftState, "keep_columns", kill)
             assert torch.equal(say(), want)
         assert "DraftError" in fast.report().draft["failed"]
         assert fast.report().new_tokens == want.shape[1] - inputs["input_ids"].shape[1]

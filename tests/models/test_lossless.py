@@ -19,7 +19,7 @@ from mmaccel.models.causal import is_causal_lm
 from mmaccel.models.family import CausalLM
 from mmaccel.models.generate import DecodeTimings
 from mmaccel.policies.draft import PromptLookup, Sequential, TextOnly, Tree
-from mmaccel.policies.draft.sequential import Drafter
+from mmaccel.policies.draft.sequential import SequentialDraftState
 from tests.models.tiny_random import BUILD, DRAFTS, IMG, PROMPTS, VID, VOCAB, batch, often_right, prompt
 from tests.spies import crossed, heard, refusal
 
@@ -101,14 +101,14 @@ def test_placeholders_are_never_proposed(family, monkeypatch: pytest.MonkeyPatch
     draft = words_of()
     draft.lm_head.weight.data[[IMG, VID]] = 20 * draft.lm_head.weight.data[[5]].abs().max()
     proposed: list[int] = []
-    plain = Drafter.draft_steps
+    plain = SequentialDraftState.draft_steps
 
-    def drafting(self: Drafter, most: int | None = None) -> Drafting:
+    def drafting(self: SequentialDraftState, most: int | None = None) -> Drafting:
         found = yield from plain(self, most)
         proposed.extend(found.ids.tolist())
         return found
 
-    monkeypatch.setattr(Drafter, "draft_steps", drafting)
+    monkeypatch.setattr(SequentialDraftState, "draft_steps", drafting)
     for options in ({"do_sample": False}, {"do_sample": True, "temperature": 2.0}):
         with mmaccel.accelerate(target, draft=TextOnly(model=draft, window=4)) as fast:
             target.generate(**prompt(name, PROMPTS["video"]), max_new_tokens=16, **options)

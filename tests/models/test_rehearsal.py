@@ -134,7 +134,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch, spent: rates.MeasuredOverhead) -> 
 
 def measured(store: Any, recipes: list[Recipe], **given: Any) -> rates.DeviceRates:
     how = {"size": (28, 28), "recipes": recipes, "work": work(), "store": store, **given}
-    return rehearsal.with_measured_overheads(DEVICE, CPU, SIZES, "llava-onevision-7b", **how)
+    return rehearsal.add_measured_overheads(DEVICE, CPU, SIZES, "llava-onevision-7b", **how)
 
 
 def test_sessions_of_four_and_twelve_layers_tell_of_28(monkeypatch, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_what_takes_too_long_or_too_much_is_not_run(monkeypatch: pytest.MonkeyPa
     small, short = replace(DEVICE, memory=8 * GB), replace(SIZES, limit=8192)
     for device, sizes in ((slow, SIZES), (small, SIZES), (DEVICE, short)):
         given = sizes, "llava-onevision-7b", (28, 28), [Recipe()], work()
-        assert rehearsal.with_measured_overheads(device, CPU, *given, store=store) == device
+        assert rehearsal.add_measured_overheads(device, CPU, *given, store=store) == device
     assert not ran and not len(store)
 
 
@@ -245,7 +245,7 @@ def test_sessions_run_on_a_loaded_model(family: str, kind: str, monkeypatch, tmp
         CostFile(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict),
     )
     slow = replace(DEVICE, name="cpu")
-    found = rehearsal.with_measured_overheads(
+    found = rehearsal.add_measured_overheads(
         slow, CPU, sizes, model, (42, 70), [recipe], one, processor=processor, store=store
     )
     (way,) = found.sessions

@@ -55,9 +55,13 @@ def test_layers_are_dealt_out_evenly() -> None:
 
 
 def test_runs_begin_and_end_at_home() -> None:
-    assert loading.device_runs([CPU, CPU], CPU) == [(CPU, [0, 1])]
-    assert loading.device_runs([CPU, OTHER, OTHER], CPU) == [(CPU, [0]), (OTHER, [1, 2]), (CPU, [])]
-    assert loading.device_runs([OTHER, CPU], CPU) == [(CPU, []), (OTHER, [0]), (CPU, [1])]
+    assert loading.group_layers_by_device([CPU, CPU], CPU) == [(CPU, [0, 1])]
+    assert loading.group_layers_by_device([CPU, OTHER, OTHER], CPU) == [
+        (CPU, [0]),
+        (OTHER, [1, 2]),
+        (CPU, []),
+    ]
+    assert loading.group_layers_by_device([OTHER, CPU], CPU) == [(CPU, []), (OTHER, [0]), (CPU, [1])]
 
 
 def test_it_says_what_it_says_on_one_device(family: tuple[str, Any]) -> None:
@@ -93,7 +97,7 @@ def in_runs(monkeypatch: pytest.MonkeyPatch, *first: int) -> None:
         ends = [*first[1:], len(places)]
         return [(home, list(range(a, b))) for a, b in zip(first, ends, strict=True)]
 
-    monkeypatch.setattr(loading, "device_runs", runs)
+    monkeypatch.setattr(loading, "group_layers_by_device", runs)
 
 
 @crossed("family", first=[(0, 1), (0, 2, 3), (0, 0, 3)], family=sorted(BUILD))

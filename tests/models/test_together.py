@@ -46,7 +46,7 @@ def test_ragged_rows_of_several_sequences(family):
     name, model = family
     with ExitStack() as stack:
         ours, theirs = opened(stack, model, KINDS, name)
-        together = BatchedDecodeSteps.of(ours[0][0])
+        together = BatchedDecodeSteps.find_or_create(ours[0][0])
         draw = torch.Generator().manual_seed(3)
         for round_ in range(14):
             some = [n for n in range(len(KINDS)) if (round_ + n) % 4]
@@ -72,7 +72,7 @@ def test_memories_grow_and_are_given_back(family, monkeypatch):
     name, model = family
     with ExitStack() as stack:
         ours, theirs = opened(stack, model, ["text", "video"], name)
-        together = BatchedDecodeSteps.of(ours[0][0])
+        together = BatchedDecodeSteps.find_or_create(ours[0][0])
         for token in range(12):
             ids = [torch.tensor([[token + 3]]), torch.tensor([[token + 5]])]
             for logits, own, (plain, _) in zip(
@@ -88,10 +88,10 @@ def test_copies_over_the_same_weights_share_a_step(family):
     name, model = family
     with ExitStack() as stack:
         (first, _), (second, _) = opened(stack, model, ["text", "video"], name)[0]
-        together = BatchedDecodeSteps.of(first)
-        assert BatchedDecodeSteps.of(second, [together]) is together
+        together = BatchedDecodeSteps.find_or_create(first)
+        assert BatchedDecodeSteps.find_or_create(second, [together]) is together
         other = stack.enter_context(mmaccel.accelerate(BUILD[name](layers=3, seed=1))).view.runner()
-        assert BatchedDecodeSteps.of(other, [together]) is not together
+        assert BatchedDecodeSteps.find_or_create(other, [together]) is not together
 
 
 CALLS = [

@@ -103,7 +103,7 @@ def test_windows_that_follow_each_other_are_not_copied(monkeypatch: pytest.Monke
 
 @torch.no_grad()
 def test_lengths_are_read_once_a_call_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = heard(monkeypatch, qwen2_5_vl, "batches_of", lambda ends, device: len(ends))
+    read = heard(monkeypatch, qwen2_5_vl, "group_windows_by_length", lambda ends, device: len(ends))
     pixels, grid = pixels_of(GRIDS["both edges"])
     model = qwen()
     tower = model.model.visual

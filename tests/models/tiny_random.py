@@ -80,7 +80,7 @@ def prompt(kind: str, pieces: Sequence, seed: int = 0) -> dict[str, torch.Tensor
 
 def batch(kind: str, prompts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Prompts of unequal length as one left-padded batch."""
-    return sampler(kind).batch(prompts)
+    return sampler(kind).pad_and_stack(prompts)
 
 
 def next_turn(first: Any, more: torch.Tensor) -> dict[str, Any]:

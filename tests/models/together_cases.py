@@ -29,7 +29,7 @@ def test_the_table_alone_says_where_memories_lie(name: str, monkeypatch: pytest.
         ours, theirs = opened(stack, model, ["text", "video", "image"], name)
         # The plain rows are the model's own, for it has no kernels here.
         monkeypatch.setattr(operator, "why_triton_unusable", lambda device: None)
-        together = BatchedDecodeSteps.of(ours[0][0])
+        together = BatchedDecodeSteps.find_or_create(ours[0][0])
         for some, sizes in (((0, 1, 2), (1, 1, 1)), ((2, 0), (3, 1)), ((1,), (5,)), ((1, 2, 0), (1, 1, 1))):
             ids = [torch.arange(3 + n, 3 + n + size)[None] for n, size in zip(some, sizes, strict=True)]
             found = together([ours[n][0] for n in some], ids)

@@ -252,7 +252,7 @@ def planted(length: int = 512, frame: int = 16) -> CapturedLayer:
 def test_planted_heads_are_found() -> None:
     inside = planted()
     bench = LayerBenchmark(inside, "reference")
-    target = BudgetScale(512, 16, 16).target()
+    target = BudgetScale(512, 16, 16).target_pattern()
 
     def cost(pattern: Any) -> float:
         row = bench.measure_cost(pattern, target, 0)

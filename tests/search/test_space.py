@@ -51,20 +51,20 @@ def test_long_contexts_take_the_table_as_it_is() -> None:
     for context in (LONG, 4 * LONG):
         found = [row.make(0) for row in budget_rows(BudgetScale(context, 196, 64))]
         assert [told(pattern) for pattern in found] == expected and len(found) == 24 + 12
-    assert told(FULL.target()) == (1024, 4096)
+    assert told(FULL.target_pattern()) == (1024, 4096)
     assert all(build_pattern(row.make(step)).block == 64 for row in budget_rows(FULL) for step in (-8, 0, 8))
 
 
 def test_short_contexts_take_shares_and_whole_frames() -> None:
     scale = BudgetScale(8192, 15, 64)
-    assert told(scale.target()) == (128, 510)
+    assert told(scale.target_pattern()) == (128, 510)
     found = {row.label: row.make(0) for row in budget_rows(scale)}
     assert told(found["a_shape (128, 1024)"]) == (16, 135)
     assert told(found["vertical_slash (1000, 4096)"]) == (125, 512)
     grid = found["grid (free, slash, 1024)"]
     assert (grid["window"], grid["sink"]) == (128, 16)
-    assert told(BudgetScale(512, 0, 64).target()) == (8, 32)
-    assert told(BudgetScale(256, 64, 64).target()) == (4, 64)  # never less than a frame
+    assert told(BudgetScale(512, 0, 64).target_pattern()) == (8, 32)
+    assert told(BudgetScale(256, 64, 64).target_pattern()) == (4, 64)  # never less than a frame
 
 
 def test_rows_of_ours_are_there_where_that_is_wanted() -> None:
@@ -168,7 +168,7 @@ def test_a_type_that_is_always_dearer_is_left_out() -> None:
     space = find_all_budget_steps(FULL, KINDS, VIDEO_AND_TEXT, cost, 0.05)
     assert list(space) == ["no_boundary", "k_boundary", "q_boundary"]
     nothing = find_all_budget_steps(FULL, KINDS, VIDEO_AND_TEXT, lambda p: 3.0, 0.05)
-    assert [dict(c.pattern) for c in nothing["no_boundary"]] == [FULL.target()] and len(nothing) == 1
+    assert [dict(c.pattern) for c in nothing["no_boundary"]] == [FULL.target_pattern()] and len(nothing) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

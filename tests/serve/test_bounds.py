@@ -13,7 +13,7 @@ import torch
 from websockets.exceptions import ConnectionClosed
 
 import mmaccel
-from mmaccel.core.decoding.generate import Deadline, Ended
+from mmaccel.core.decoding.generate import CallEnded, Deadline
 from mmaccel.core.recipe import Recipe
 from mmaccel.media.video import write_jpeg
 from mmaccel.serve import copies, sources
@@ -126,7 +126,7 @@ def test_memories_of_streams_are_capped_with_those_of_the_host() -> None:
         path = opened(client, 40)  # 4 MB on the device, a slab of 16 MiB on the host
         (one,) = served.app.state.streams._open.values()
         counted = client.get(path).json()["counters"]
-        assert one.kept.bytes() == counted["bytes"] + counted["host_bytes"] > 10 << 20
+        assert one.kept.total_bytes() == counted["bytes"] + counted["host_bytes"] > 10 << 20
         again = client.post(f"{path}/frames", json={"frames": [jpegs()[0]]})
         for refused in (again, client.post(SESSIONS, json={"recipe": "mosaic"})):
             assert refused.status_code == 429 and "close one" in refused.text
@@ -154,7 +154,7 @@ def test_shrinking_leaves_what_was_made_meanwhile() -> None:
             def __init__(self, meanwhile: Any = None) -> None:
                 self.session, self.meanwhile = self, meanwhile
 
-            def bytes(self) -> int:
+            def total_bytes(self) -> int:
                 return 1
 
             async def close(self) -> None:
@@ -319,12 +319,12 @@ def test_who_waits_for_a_copy_has_its_time_and_makes_one_where_that_failed(
     first = threading.Thread(target=make)
     first.start()
     until(lambda: engine.copies._made["dense"] == 1)
-    with pytest.raises(Ended), engine._copy_of("dense", Deadline(0.2)):
+    with pytest.raises(CallEnded), engine._copy_of("dense", Deadline(0.2)):
         pass
     threading.Timer(0.3, fails.set).start()
     with engine._copy_of("dense", Deadline(20)):
         first.join()
-    with engine._draws(Deadline(1)), pytest.raises(Ended), engine._draws(Deadline(0.2)):
+    with engine._draws(Deadline(1)), pytest.raises(CallEnded), engine._draws(Deadline(0.2)):
         pass
 
 

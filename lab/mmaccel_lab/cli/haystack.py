@@ -250,7 +250,7 @@ def methods_of(
     if compress is not None and compress not in PRUNERS:
         raise UnknownName("method of --compress", compress, PRUNERS)
     # A backend by name never takes dense attention where it would be faster.
-    more: dict[str, Any] = {"backend": select.choose(device)}
+    more: dict[str, Any] = {"backend": select.default_backend(device)}
     if compress is not None:
         more["prune"] = RIVALS[compress].make(1.0)["prune"]
     fixed = choices.load_recipes(recipes)

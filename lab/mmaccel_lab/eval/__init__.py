@@ -8,14 +8,4 @@ from mmaccel_lab.eval.caption import agreement, caption_scores, forced
 from mmaccel_lab.eval.cases import Case, Film, cases
 from mmaccel_lab.eval.needle import Judged, Tally, judge
 
-__all__ = [
-    "Case",
-    "Film",
-    "Judged",
-    "Tally",
-    "agreement",
-    "caption_scores",
-    "cases",
-    "forced",
-    "judge",
-]
+__all__ = ["Case", "Film", "Judged", "Tally", "agreement", "caption_scores", "cases", "forced", "judge"]

@@ -110,9 +110,7 @@ class Film(AbstractContextManager["Film"]):
     """
 
     def __init__(
-        self,
-        folder: str | Path | None = None,
-        progress: Callable[[str, int, int | None], None] | None = None,
+        self, folder: str | Path | None = None, progress: Callable[[str, int, int | None], None] | None = None
     ) -> None:
         self._progress = progress
         self._temporary = TemporaryDirectory(prefix="mmaccel-") if folder is None else None

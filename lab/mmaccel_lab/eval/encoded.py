@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models.install import Hooks
-from mmaccel.models.modules import batch_tower
+from mmaccel.models.modules import install_batched_tower
 from mmaccel.models.signals import VisionAttentionProbe
 
 GRID = "video_grid_thw"
@@ -69,7 +69,7 @@ class Encoded:
             return _features(self._out, copies)
 
         with Hooks() as hooks:
-            batch_tower(hooks, family, model)
+            install_batched_tower(hooks, family, model)
             hooks.wrap(multimodal, "get_video_features", once)
             yield
 

@@ -88,13 +88,7 @@ def haystack_cases(
 
 
 def whole_films(
-    frames: int,
-    depths: int,
-    samples: int,
-    seed: int,
-    *,
-    documents: int = 0,
-    tokens_per_frame: int = 16,
+    frames: int, depths: int, samples: int, seed: int, *, documents: int = 0, tokens_per_frame: int = 16
 ) -> Iterator[tuple[Case, ...]]:
     """The questions of `samples` videos that show a card in each of `depths` equal stretches: one a depth, in order.
 

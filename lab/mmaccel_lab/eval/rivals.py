@@ -197,7 +197,7 @@ def left(pruner: TokenPruner, layout: TokenLayout, depth: int) -> float | None:
     a pruner that cannot be counted."""
     total = int(candidate_columns(layout).numel())
     if isinstance(pruner, VisionZip):
-        kept = sum(sum(pruner.counts(*same.shape)) for same in columns_by_frame_size(layout))
+        kept = sum(sum(pruner.kept_tokens_per_frame(*same.shape)) for same in columns_by_frame_size(layout))
         counts = {stage.layer: kept for stage in pruner.pruning_stages(depth)}
     elif isinstance(pruner, ScorePruner):
         counts = {

@@ -32,8 +32,8 @@ from mmaccel.backends.flash.tiles import (
     window_bounds,
 )
 from mmaccel.backends.ops.block_attend import (
+    BlockAttendCall,
     BlockLists,
-    Call,
     Part,
     empty_output,
     memoize,
@@ -144,7 +144,7 @@ def prepare_mask_tensors(
 
 
 @with_unpacked_args
-def block_attend(call: Call) -> tuple[Tensor, Tensor]:
+def block_attend(call: BlockAttendCall) -> tuple[Tensor, Tensor]:
     """The operator of `ops.block_attend` by flash-attn 4. No host synchronization; all sizes come from shapes.
 
     Raises `RecipeError` for calls that flash-attn 4 does not support, or whose block-sparse tensors are too large.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.ops.block_attend import FULL, KeySpan, Part
-from mmaccel.backends.ops.block_lists import compacted
+from mmaccel.backends.ops.block_lists import compact_by_mask
 
 TILE = 128
 
@@ -202,7 +202,7 @@ def compact_mask_rows(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Compact each row of the mask `chosen` [b, h, M, N]: count [b, h, M] and the indices of True entries [b, h, M, N],
     int32, padded with 0."""
     number = torch.arange(chosen.shape[-1], device=chosen.device)
-    index, upto = compacted(chosen, number)
+    index, upto = compact_by_mask(chosen, number)
     # Of one row, or one column, both are views with the strides of what is longer.
     dense = torch.contiguous_format
     return upto[..., -1].to(torch.int32, memory_format=dense), index.contiguous().view(chosen.shape)

@@ -102,7 +102,7 @@ class BlockLists:
 
     def to_dense_table(self) -> Tensor:
         """Dense form [b, h, M, key blocks] int8 of block lists: the kind of each listed block, else -1. No host sync."""
-        (b, h), m, blocks = common_batch_and_heads(self.row, self.kind), self.blocks, self.kind.shape[-1]
+        (b, h), m, blocks = (common_batch_and_heads(self.row, self.kind), self.blocks, self.kind.shape[-1])
         begin, count, head, tail, shift = (t[..., None] for t in self.row.expand(b, h, m, 5).unbind(-1))
         entry = torch.arange(blocks, device=self.row.device)
         kinds = self.kind[:, :, None].expand(b, h, m, blocks)
@@ -120,7 +120,7 @@ class BlockLists:
 
     def flatten(self) -> tuple[Tensor, Tensor, Tensor]:
         """Concatenate the block lists: offsets [b, h, M + 1], block and kind of each entry. Synchronizes with the host."""
-        (b, h), m, n = common_batch_and_heads(self.row, self.kind), self.blocks, self.kind.shape[-1]
+        (b, h), m, n = (common_batch_and_heads(self.row, self.kind), self.blocks, self.kind.shape[-1])
         begin, count, head, tail, shift = self.row.expand(b, h, m, 5).reshape(-1, 5).unbind(-1)
         owner = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
         ends = torch.nn.functional.pad(count.cumsum(0), (1, 0))
@@ -339,14 +339,14 @@ def scatter_to_query_order(out: Tensor, lse: Tensor, q_row: Tensor, rows: int) -
     return whole[:, :, :rows].transpose(1, 2).contiguous().transpose(1, 2), sums[..., :rows].contiguous()
 
 
-def prepare(kernel: Any, part: Part, *sizes: Any) -> tuple[list[Tensor]] | tuple[()]:
+def prepare_part(kernel: Any, part: Part, *sizes: Any) -> tuple[list[Tensor]] | tuple[()]:
     """Compute the argument `prepared` of `block_attend`, which can be reused for every layer, as a tuple: what the function
     ``kernel.prepare`` returns for a part and `sizes` (query, key, block_q, block_k, rows); empty if there is none."""
     make = getattr(kernel, "prepare", None)
     return () if make is None else (make(part, *sizes),)
 
 
-class Call(NamedTuple):
+class BlockAttendCall(NamedTuple):
     """Arguments of `block_attend`: queries of one `Part` of a plan, and the keys and values that its spans index."""
 
     query: Tensor
@@ -371,7 +371,9 @@ def with_unpacked_args(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable
         """`kernel` of the arguments of `BLOCK_ATTEND`: `packed` are q_row, tensors, numbers and what follows them."""
         q_row, tensors, numbers, *rest = packed
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-            return kernel(Call(query, key, value, Part.unpack(q_row, tensors, numbers), *rest), **how)
+            return kernel(
+                BlockAttendCall(query, key, value, Part.unpack(q_row, tensors, numbers), *rest), **how
+            )
 
     return unpacked
 

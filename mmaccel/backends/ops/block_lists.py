@@ -29,7 +29,7 @@ KINDS = (torch.int32, torch.int64, torch.int8)  # the types of a result, or of a
 ROW = 5  # numbers of a list, in `BlockLists`
 
 
-def compacted(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def compact_by_mask(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """For each row of the mask `chosen` [..., n], move the entries of `value` [n] where it is True to the front. Return them
     as int32, n places for each row, flattened; and how many are chosen before each place, [..., n + 1]."""
     n = chosen.shape[-1]

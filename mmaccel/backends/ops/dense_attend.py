@@ -340,7 +340,9 @@ def import_older_flash_attn(release: int) -> Callable[..., Any] | None:
         return None
 
 
-def mean_weights(query: Tensor, key: Tensor, at: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+def mean_attention_weights(
+    query: Tensor, key: Tensor, at: Tensor, scale: float, bias: Tensor | None = None
+) -> Tensor:
     """Causal attention weights, averaged over heads, of queries [H, n, D] at columns `at` [n] to keys [G, N, D]: [n, N]
     float32. `bias` [b] is added to the scores of the first b keys. One key/value head's scores are in memory at a time."""
     groups = key.shape[0]

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import ABSENT, FULL
-from mmaccel.backends.ops.block_lists import compacted
+from mmaccel.backends.ops.block_lists import compact_by_mask
 from mmaccel.backends.ops.operator import P, R, operator
 
 MOST_QUERIES = 128
@@ -192,7 +192,7 @@ def list_slash_blocks(kept: Tensor, queries: Sequence[Tensor], block: int) -> tu
     lead = (sequence[:, None] * H + torch.arange(H, device=kept.device))[..., None] * (N + 1)
     flat = before.flatten()
     steps = flat[lead + past[:, None]] > flat[lead + least[:, None]]
-    index, upto = compacted(steps, -t)
+    index, upto = compact_by_mask(steps, -t)
     of_shape = upto[member.long()]  # [B, M, H, width + 1]
     first, last, head = (
         of_shape.gather(3, t.long()[:, :, None, None].expand(-1, -1, H, -1))[..., 0] for t in reach
@@ -228,7 +228,7 @@ def _jumping(
         high = (most + 1 - begin).clamp(0, N)[:, None].expand(-1, H, -1, -1).flatten(2)
         found = (before.gather(2, high) > before.gather(2, low)).view_as(touched)
         touched |= found & ((most >= 0) & (begin <= most))[:, None]
-    index, upto = compacted(touched, torch.arange(blocks, device=before.device))
+    index, upto = compact_by_mask(touched, torch.arange(blocks, device=before.device))
     first = base + torch.arange(B * H * G, device=before.device).view(B, H, G) * blocks
     sure = sure.long().clamp(max=blocks)[:, None, :, None].expand(-1, H, -1, -1)
     none = torch.zeros_like(first)

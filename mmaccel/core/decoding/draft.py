@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.core.adapter import Branches, Columns, ModelView, Runner
-from mmaccel.core.decoding.replay import Compiled
+from mmaccel.core.decoding.replay import LazilyCompiled
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError
 from mmaccel.core.memory.kv import KVPolicy
@@ -370,7 +370,7 @@ def verify_chain(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[T
 
 JUDGED_S = 1.5e-4
 """Seconds that a compiled `verify_chain` saves on CUDA (lab/LOG.md). All of it is by element: its bits are the same."""
-_judged = Compiled(verify_chain, warmup_s=2.4)
+_judged = LazilyCompiled(verify_chain, warmup_s=2.4)
 
 
 def sample_index(p: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -77,7 +77,7 @@ class GuardedDraft:
         """Context that gives the draft's state (None if dropped); an error inside drops the draft and is not raised."""
         try:
             yield self.state
-        except Ended:  # of the call, which ends with the next token
+        except CallEnded:  # of the call, which ends with the next token
             self.close()
         except Exception as error:
             self.drop_draft(error)
@@ -262,7 +262,7 @@ class Speculation:
         self._draft.close()
 
 
-class Ended(Exception):
+class CallEnded(Exception):
     """Internal signal that a call must end: `reason` is "timeout" or "cancelled". Users never see it."""
 
     def __init__(self, reason: Over) -> None:
@@ -297,9 +297,9 @@ class Deadline:
         return None if self._end is None else max(0.0, self._end - monotonic())
 
     def check(self) -> None:
-        """Raise `Ended` if the running call must end now, because of its timeout or a cancellation."""
+        """Raise `CallEnded` if the running call must end now, because of its timeout or a cancellation."""
         if (reason := self.end_reason()) is not None:
-            raise Ended(reason)
+            raise CallEnded(reason)
 
 
 @dataclass(frozen=True)

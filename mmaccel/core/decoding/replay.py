@@ -1,4 +1,5 @@
-"""`CudaGraphCache` captures repeated work as CUDA graphs and replays it; `Compiled` compiles a function once that pays."""
+"""`CudaGraphCache` captures repeated work as CUDA graphs and replays it; `LazilyCompiled` compiles a function once that
+pays."""
 
 from __future__ import annotations
 
@@ -168,14 +169,14 @@ class _Replay:
 
 
 COMPILE = "MMACCEL_COMPILE"
-"""The variable of the environment that says when a `Compiled` is compiled: "never"; "always", on every device and from the
-first call on; else where it pays."""
+"""The variable of the environment that says when a `LazilyCompiled` is compiled: "never"; "always", on every device and
+from the first call on; else where it pays."""
 
 SIZES = 4
 """Times that a function is compiled at most, each for up to half a minute: once for each of its sizes."""
 
 
-class Compiled:
+class LazilyCompiled:
     """A function of tensors that is compiled by inductor, as one graph, once that pays off; until then it runs eagerly.
 
     It pays for given tensor sizes once the eager calls of these sizes have cost as much extra time as compiling takes. So

@@ -22,7 +22,7 @@ class _Relay:
         setattr(owner, name, method)
 
 
-def delegate(to: Callable[..., Any]) -> Any:
+def make_delegate(to: Callable[..., Any]) -> Any:
     """Define delegating methods in a class body: ``append = view = delegate(to)`` makes methods of these names, each of
     which returns ``to(self, name, *args, **kwargs)``. Their documentation is that of the base class."""
     return _Relay(to)

@@ -18,7 +18,7 @@ from mmaccel.core.files import checkpoint_io
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, StreamPolicy, StreamState, UnitEvidence
-from mmaccel.core.memory.relay import delegate
+from mmaccel.core.memory.relay import make_delegate
 
 SPLIT = "split.json"
 """In the folder of a saved memory: how many layers each device had."""
@@ -150,10 +150,10 @@ class MultiDeviceStreamState(StreamState):
 
     append = receive_hidden = write_slot = count_summary_columns = seen_tokens = record_shown_columns = (
         record_sparse_rows
-    ) = delegate(_of_layer)
-    end_pass = begin_ingest = end_ingest = set_query_fields = limit_to_units = delegate(_each)
-    accept = truncate = reset = delegate(_each)
-    units = length = shown_units = waiting_features = delegate(_first)
+    ) = make_delegate(_of_layer)
+    end_pass = begin_ingest = end_ingest = set_query_fields = limit_to_units = make_delegate(_each)
+    accept = truncate = reset = make_delegate(_each)
+    units = length = shown_units = waiting_features = make_delegate(_first)
 
     @property
     def last_listed(self) -> dict[int, Any] | None:  # type: ignore[override]

@@ -19,7 +19,7 @@ from mmaccel.backends import select
 from mmaccel.backends.ops.dense_attend import attend_in_slices, dense_attend
 from mmaccel.backends.ops.layer_ops import decode_attend
 from mmaccel.core.adapter import Branches
-from mmaccel.core.decoding.replay import COMPILE, Compiled
+from mmaccel.core.decoding.replay import COMPILE, LazilyCompiled
 from mmaccel.core.errors import warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView, StreamState
@@ -54,11 +54,11 @@ class AttentionConfig:
     backend: str
     kernel: Callable[..., tuple[Tensor, Tensor]] | None
     meter: Meter = field(default_factory=Meter)
-    choice: select.Choice | None = None
+    choice: select.BackendChoice | None = None
     sliding_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
     sliding: Mapping[int, int] = field(default_factory=dict)
     _warned: bool = False
-    _compiled: dict[int, Compiled] = field(default_factory=dict)
+    _compiled: dict[int, LazilyCompiled] = field(default_factory=dict)
 
     def plan(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, queries: TokenLayout, keys: TokenLayout
@@ -75,7 +75,7 @@ class AttentionConfig:
             return plan(query, key, value, queries, keys)
         costs = None if self.choice is None else self.choice.costs
         gain = 0.0 if costs is None else SAVED * costs.planning(key.shape[0] * key.shape[2])
-        compiled = self._compiled.setdefault(id(pattern), Compiled(plan, PLANNER_S))
+        compiled = self._compiled.setdefault(id(pattern), LazilyCompiled(plan, PLANNER_S))
         sizes = query.shape, key.shape, query.dtype, query.device
         return compiled(sizes, gain, query, key, value, queries, keys)  # type: ignore[no-any-return]
 
@@ -282,7 +282,7 @@ class ForwardPass(PrefillPass):
     ) -> Tensor:
         """[B, H, n, D]: what the pattern lists of `view`, or all of it."""
         plan = self._plan(layer, view, query, key, value, scale)
-        images = None if self.images is None else self.images.of(layer, self.start, self.layout)
+        images = None if self.images is None else self.images.in_new_columns(layer, self.start, self.layout)
         self._count(layer, plan, view, query, images)
         if images is not None:
             how = query, key, value, scale, self.config.kernel

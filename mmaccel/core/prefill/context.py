@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mmaccel.backends.ops.block_attend import BlockLists, lse_dtype, memoize
 from mmaccel.backends.ops.layer_ops import merge_parts
-from mmaccel.backends.select import Choice
+from mmaccel.backends.select import BackendChoice
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.memory.kv import KVState, KVView
-from mmaccel.core.memory.relay import delegate
+from mmaccel.core.memory.relay import make_delegate
 from mmaccel.core.prefill.attention import MIN_ROWS, PASS, ForwardPass
 from mmaccel.core.prefill.plan import AttentionPlan, head_indices, head_runs
 from mmaccel.core.prefill.sparse import attend_plan, window_plan
@@ -70,7 +70,7 @@ class ContextGroup:
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         self._runs = False  # its share of `run_each`
 
-    def agree_on_backend(self, choice: Choice) -> Choice:
+    def agree_on_backend(self, choice: BackendChoice) -> BackendChoice:
         """Return the backend `choice` of the first process in every process, as all have to plan alike."""
         found = [choice]
         dist.broadcast_object_list(found, group=self.group, group_src=0)
@@ -203,7 +203,7 @@ class ContextParallelKVState(KVState):
         if layer == 0:
             self.pieces.append(self.coming)
 
-    view = held_columns = nbytes = select_sequences = delegate(
+    view = held_columns = nbytes = select_sequences = make_delegate(
         lambda self, name, *given, **named: getattr(self.memory, name)(*given, **named)
     )
 

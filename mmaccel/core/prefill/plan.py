@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import ABSENT, FULL, TEST, BlockLists, KeySpan, Part, memoize
-from mmaccel.backends.ops.block_lists import block_bounds, compacted, key_band, listed_area, restrict_key_rows
+from mmaccel.backends.ops.block_lists import (
+    block_bounds,
+    compact_by_mask,
+    key_band,
+    listed_area,
+    restrict_key_rows,
+)
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 
@@ -261,8 +267,8 @@ def check_plan_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, 
             _check_extra(span, f"sparse {who!r}: span {i} of a part", sizes)
             if span.lists.blocks != rows // plan.block_q:
                 raise RecipeError(
-                    f"sparse {who!r}: the lists of span {i} are of {span.lists.blocks} blocks of queries, and its "
-                    f"part has {rows // plan.block_q}; list key blocks for each."
+                    f"sparse {who!r}: the lists of span {i} are of {span.lists.blocks} blocks of "
+                    f"queries, and its part has {rows // plan.block_q}; list key blocks for each."
                 )
         for head in heads:
             served[head] += rows
@@ -352,7 +358,7 @@ def span_by_range(
     first, count, head, tail, _ = torch.split(row.expand(b, h, m, 5), 1, -1)
     number = torch.arange(n, device=table.device)
     listed = table & (number >= first) & (number < first + count)
-    index, upto = compacted(listed, number)
+    index, upto = compact_by_mask(listed, number)
     head, tail, count = (upto.gather(-1, (first + t).clamp(max=n)) for t in (head, tail, count))
     begin = (torch.arange(b * h * m, device=table.device) * n).view(b, h, m, 1)
     row = torch.cat([begin, count, head, tail, torch.zeros_like(begin)], -1)

@@ -106,7 +106,7 @@ class Stage:
     attention: tuple[tuple[int, ...], ...] = ()
     share: float = 1.0
 
-    def kept_count(self, at: Tensor, total: int | None) -> int:
+    def count_kept_tokens(self, at: Tensor, total: int | None) -> int:
         """Return how many of the candidate tokens `at` [m] this stage keeps; `total` is their number before all stages."""
         return min(share_token_count(self.share, at.numel() if total is None else total), at.numel())
 
@@ -215,7 +215,7 @@ class FixedRetentionPruner(TokenPruner):
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         at = candidate_columns(layout)
-        count = stage.kept_count(at, total)
+        count = stage.count_kept_tokens(at, total)
         return with_unprunable_columns(
             layout, at if count == at.numel() else at[self.choose_candidates(signals, layout, at, count)]
         )

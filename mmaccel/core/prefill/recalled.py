@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.dense_attend import mean_weights
+from mmaccel.backends.ops.dense_attend import mean_attention_weights
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import (
@@ -26,7 +26,7 @@ from mmaccel.core.memory.kv import (
     UnitEvidence,
     grow_buffer,
 )
-from mmaccel.core.memory.relay import delegate
+from mmaccel.core.memory.relay import make_delegate
 from mmaccel.core.prefill.prune import Signals, Stage, TokenPruner, check_kept_columns, kept_layout
 from mmaccel.core.report import Meter
 
@@ -58,8 +58,8 @@ class WrappedMemory(StreamState):
 
     view = write_slot = count_summary_columns = seen_tokens = record_shown_columns = record_sparse_rows = (
         append
-    ) = receive_hidden = end_pass = delegate(_own)
-    accept = truncate = length = held_columns = units = reset = checkpoint = restore = delegate(_own)
+    ) = receive_hidden = end_pass = make_delegate(_own)
+    accept = truncate = length = held_columns = units = reset = checkpoint = restore = make_delegate(_own)
 
     @contextmanager
     def question_scope(self) -> Iterator[None]:
@@ -217,7 +217,7 @@ class RetrievedTokenPruning(WrappedMemory):
         if left is not None:
             key = key[:, torch.cat([left, torch.arange(base, key.shape[1], device=key.device)])]
         at = torch.arange(key.shape[1] - rows, key.shape[1], device=key.device)
-        return mean_weights(query[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias)
+        return mean_attention_weights(query[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias)
 
     def _cut(self, stage: Stage, attention: list[Tensor], layout: TokenLayout, left: Tensor | None) -> Tensor:
         """[k] the columns before the question that stay at `stage`, of those that are `left` (None: all)."""
@@ -255,7 +255,7 @@ class RetrievedTokenPruning(WrappedMemory):
         if layer == by and (alike or layer > self._scoring):
             column = torch.tensor([view.key.shape[2] - 1], device=device)
             scale = view.key.shape[-1] ** -0.5
-            looks = mean_weights(query[0], view.key[0], column, scale, view.bias)[0, at]
+            looks = mean_attention_weights(query[0], view.key[0], column, scale, view.bias)[0, at]
             before, chosen = self._glanced.get(layer, (None, None))
             new = self.pruner.recalled_columns(looks, at, before)
             self._glanced[layer] = looks, chosen if new is None else new

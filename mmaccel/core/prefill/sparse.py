@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import measure, select
-from mmaccel.backends.ops.block_attend import Part, empty_output, memoize, prepare
+from mmaccel.backends.ops.block_attend import Part, empty_output, memoize, prepare_part
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.errors import RecipeError
@@ -174,7 +174,7 @@ def attend_plan(
         groups = slice(own.start // group, (own.stop - 1) // group + 1)
         q, k, v = query[:, own], key[:, groups], value[:, groups]
         op = select.with_extended_support(backend, query.device) if part.uses_extras else backend
-        prepared = prepare(op, part, q, k, *blocks, n)
+        prepared = prepare_part(op, part, q, k, *blocks, n)
         other, other_lse = op(q, k, v, *part.pack(), *blocks, scale, n, *prepared)
         heads = all_heads if part.head_range is None else part.head_range.heads
         if out is None and len(other[0]) == len(all_heads):
@@ -264,17 +264,17 @@ def sliding_window_kernel(
         return None
 
 
-def choose_backend(recipe: Any, view: ModelView) -> select.Choice:
+def choose_backend(recipe: Any, view: ModelView) -> select.BackendChoice:
     """Choose the attention backend for a recipe on a model; "auto" may measure costs, including the planning time."""
     device, sizes = view.device, view.geometry
     if recipe.sparse.dense and recipe.backend == "auto":
-        return select.Choice(select.choose(device), "the recipe is dense and lists no block")
+        return select.BackendChoice(select.default_backend(device), "the recipe is dense and lists no block")
     dtype = next(view.model.parameters()).dtype
     pattern = recipe.sparse.for_layer(0)
     label = f"{recipe.sparse.name} {hashlib.sha256(repr(pattern).encode()).hexdigest()[:12]}"
     shape = measure.AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
     plan = planning_benchmark(pattern, shape, device)
-    return select.choose_backend(recipe.backend, device, shape, plan=plan, label=label, block=pattern.block)
+    return select.resolve_backend(recipe.backend, device, shape, plan=plan, label=label, block=pattern.block)
 
 
 def planning_benchmark(

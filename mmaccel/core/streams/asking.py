@@ -69,8 +69,8 @@ def run_question(
     settings  by which tokens are chosen (`StreamAdapter.token_choice`)
     between   (begin, end) in seconds of the stream: it sees only units that were shown then
 
-    Raises `ModelError`, before anything is run, if the model has no position left for an answer, and `Ended` if the deadline
-    comes before the first token.
+    Raises `ModelError`, before anything is run, if the model has no position left for an answer, and `CallEnded` if the
+    deadline comes before the first token.
     """
     if live.ingests:
         raise ModelError("ask: a video is being ingested; ask when that call has ended.")
@@ -254,7 +254,7 @@ class QuestionRunner(Runner):
     meter     counts what is decoded
     evidence  returns the frames that the answer is based on, after the question has run
     question  its text; `draft_stream`: that of the draft model, which is asked the question too
-    check     called between two layers of the question; may raise `Ended`
+    check     called between two layers of the question; may raise `CallEnded`
     pause     called with False between two passes of the answer: lets other threads use the model
     counted   returns the counters of the memory
     token_choice  how the tokens of the answer are chosen
@@ -286,7 +286,7 @@ class QuestionRunner(Runner):
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
         """Run the question, or a later piece of its prompt; return its last logits [1, V]. `inputs`: the `stream_pass`, its
-        `embeds` [n, E], and `goes_on` if more follows. Raises `Ended` if the deadline comes before the last layer."""
+        `embeds` [n, E], and `goes_on` if more follows. Raises `CallEnded` if the deadline comes before the last layer."""
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
         how = {"check": self.check, "meter": self.meter, "running": self.running}
         hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)

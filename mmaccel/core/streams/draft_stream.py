@@ -56,7 +56,7 @@ class PromptAdapter(StreamModel):
 
     @abstractmethod
     def read_video_into(self, live: StreamRunner, deadline: Deadline) -> None:
-        """Read the video into its stream `live`, and free the pixels. Raises `Ended` at the deadline."""
+        """Read the video into its stream `live`, and free the pixels. Raises `CallEnded` at the deadline."""
 
 
 class LocalDraftStream(DraftStream):
@@ -98,7 +98,8 @@ class LocalDraftStream(DraftStream):
         live.state.forget_old_units(live.unit_time, live.is_pinned)
 
     def read_prompt(self, deadline: Deadline | None = None) -> None:
-        """Read the prompt of a `PromptAdapter`, unless that is done. Raises `Ended` at the deadline (None: the stream's)."""
+        """Read the prompt of a `PromptAdapter`, unless that is done. Raises `CallEnded` at the deadline (None: the
+        stream's)."""
         prompt = self._adapter
         if self._live is not None or not isinstance(prompt, PromptAdapter):
             return
@@ -164,8 +165,8 @@ class LocalDraftStream(DraftStream):
         self._guided = GuidedRetrievalWrapper(self._prune, heard) if pruned else None  # type: ignore[arg-type]
 
     def read_question(self, deadline: Deadline | None = None) -> QuestionRunner:
-        """Run the prepared question; return its runner, valid until `end_question`. Raises `Ended` at the deadline. For a
-        prompt of `generate` the runner's counters count the events of this call alone."""
+        """Run the prepared question; return its runner, valid until `end_question`. Raises `CallEnded` at the deadline.
+        For a prompt of `generate` the runner's counters count the events of this call alone."""
         deadline = deadline or self.deadline
         before = {} if self._live is None else self._live.counters()
         self.read_prompt(deadline)

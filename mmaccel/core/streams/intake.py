@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.attach import StreamAdapter
-from mmaccel.core.decoding.generate import Deadline, Ended
+from mmaccel.core.decoding.generate import CallEnded, Deadline
 from mmaccel.core.decoding.watching import DraftStreamSettings
 from mmaccel.core.errors import ModelError, RecipeError, add_frames_kept_note, warn
 from mmaccel.core.memory.kv import StreamPolicy
@@ -156,7 +156,7 @@ class FrameIntake:
         return not self.frames and any(one != threading.get_ident() for one in list(self._feeds.values()))
 
     def _await_first_frame(self, deadline: Deadline) -> None:
-        """Wait for the first frame while another thread is about to take it in; raises `Ended` by `deadline`."""
+        """Wait for the first frame while another thread is about to take it in; raises `CallEnded` by `deadline`."""
         while self._frame_comes():
             deadline.check()
             sleep(WAIT_S)
@@ -225,18 +225,18 @@ class FrameIntake:
                         if taken < len(clip.frames):
                             over = deadline.end_reason()
                             break
-                except Ended as end:  # while frames were awaited
+                except CallEnded as end:  # while frames were awaited
                     over = end.reason
                 if over is not None and how == "ingest":
                     done = 0
-                    raise Ended(over)
+                    raise CallEnded(over)
                 if given is not None and over is None and done != len(given):
                     raise ModelError(f"times: there are {len(given)} for {done} frames; give one each.")
                 if part:
                     self._rest()
             if not apart:
                 self._let_go()
-        except Ended as end:  # while the call waited for its turn
+        except CallEnded as end:  # while the call waited for its turn
             over = end.reason
         except Exception as error:
             if done and apart:
@@ -253,7 +253,7 @@ class FrameIntake:
         check = moves.deadline.check
         opens = partial(self._stream_adapter.iterate_clips, video, fps, check)
         if how == "ingest":
-            return sources.regroup_clips_by_pass(opens(), self._room, moves.decoded)
+            return sources.regroup_clips_by_pass(opens(), self._room, moves.count_decoded_frames)
         if not reconnect:
             return opens()
         begin = self._live.info.times[-1] if self._live is not None else 0.0
@@ -284,7 +284,7 @@ class FrameIntake:
     def _let_go_between_answers(self) -> None:
         """Let a memory forget that could not while answers overlapped; nothing is forgotten in the middle of a clip."""
         if self._live is not None and self._live.state.forgets:
-            with suppress(Ended), self._working(self._stream, deadline=self._deadline(FORGET_S)):
+            with suppress(CallEnded), self._working(self._stream, deadline=self._deadline(FORGET_S)):
                 self._let_go()
 
     def _let_go(self) -> None:
@@ -366,9 +366,9 @@ class FrameIntake:
                     live.draft_stream.add_frames(*told, how == "ingest")
             for one in self._standing:
                 one.notify_frames()
-            moves.taken(clip, done, through)
+            moves.report_frames_read(clip, done, through)
 
-        moved = partial(moves.taken, clip, done) if how == "ingest" else None
+        moved = partial(moves.report_frames_read, clip, done) if how == "ingest" else None
         taken = live.add_frames(clip.frames, shown, tell, moves.deadline, how == "ingest", moved)
         # A break of the source is no gap besides.
         broken = [one.seconds for one in self.events if one.kind in ("stall", "fault", "end")][-1:]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.decoding.generate import Deadline, Ended
+from mmaccel.core.decoding.generate import CallEnded, Deadline
 from mmaccel.core.errors import ModelError
 from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import StreamPass
@@ -78,7 +78,8 @@ class WaitingUnits:
 
 def run_waiting_units(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
     """Wait for the model, run the units `mine` through it and return them. Whichever thread gets its turn first runs all
-    waiting units of the same `batch_key` as one batch. Raises `Ended` if the deadline comes first, or the pass's error."""
+    waiting units of the same `batch_key` as one batch. Raises `CallEnded` if the deadline comes first, or the pass's
+    error."""
     turns = mine.live.adapter.turns
     waiting, _ = turns.waiting_passes, mine.batch_key  # which is of this thread
     try:
@@ -92,7 +93,7 @@ def run_waiting_units(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
         except ValueError:
             if mine.taken:
                 mine.done.wait()
-        if not (mine.done.is_set() and isinstance(end, Ended)):
+        if not (mine.done.is_set() and isinstance(end, CallEnded)):
             raise
     if mine.error is not None:
         raise mine.error

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.dense_attend import mean_weights
+from mmaccel.backends.ops.dense_attend import mean_attention_weights
 from mmaccel.core.decoding.watching import QuestionAttention
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
@@ -130,7 +130,9 @@ class AttentionRecordingMemory(WrappedMemory):
                     return view
                 key, turned = view.key[0], query if view.query is None else view.query
                 at = torch.arange(key.shape[1] - rows, key.shape[1], device=key.device)
-                looks = mean_weights(turned[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias)
+                looks = mean_attention_weights(
+                    turned[0, :, -rows:], key, at, key.shape[-1] ** -0.5, view.bias
+                )
                 self._heard[layer] = tokens.to(key.device), looks.mean(0)[first:base]
         return view
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, CallEnded, Deadline
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 from mmaccel.core.streams.intake import How
@@ -215,7 +215,7 @@ class AsyncVideoSession:
             one.stop()
         self.session.cancel()
         for one in standing:
-            await run_in_thread(one.wait_until_told)
+            await run_in_thread(one.wait_until_reported)
         await run_in_thread(self.session.close)
         self._calls.discard(asyncio.current_task())
         while self._calls:
@@ -297,6 +297,6 @@ async def await_or_cancel(work: asyncio.Future[Done], deadline: Deadline) -> Don
         return await asyncio.shield(work)
     except asyncio.CancelledError:
         deadline.cancel()
-        with suppress(Exception, Ended):
+        with suppress(Exception, CallEnded):
             await work
         raise

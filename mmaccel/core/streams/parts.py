@@ -213,7 +213,7 @@ class FairLock:
 
     @contextmanager
     def holding(self, deadline: Any = None, **how: Any) -> Iterator[float]:
-        """Context that holds the lock and gives the seconds waited. Raises `Ended` if the deadline comes first.
+        """Context that holds the lock and gives the seconds waited. Raises `CallEnded` if the deadline comes first.
 
         token  whether it is wanted for tokens of an answer
         ahead  seconds: it comes before passes of frames that have waited for less (`QUESTION_S`, `SHORT_S`)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attach import StreamAdapter, adapter_for, stream_attention_config
-from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline, Ended, StreamedAnswer
+from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, CallEnded, Deadline, StreamedAnswer
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
@@ -273,7 +273,7 @@ class VideoSession(FrameIntake):
                 if chat:
                     self.history = [*said, {"role": "assistant", "content": text}]
                 return answer
-        except Ended as end:
+        except CallEnded as end:
             return Answer("", (), 0.0, None, counters={}, finish_reason=end.reason)
 
     def on(

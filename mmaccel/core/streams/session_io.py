@@ -102,7 +102,7 @@ def saved_recipe(path: Path) -> Recipe:
     return load_session_recipe(path, _read(path)["recipe"])
 
 
-def load_model_dtype(path: Path) -> str:
+def load_saved_dtype(path: Path) -> str:
     """Return the name of the dtype of the model whose session is saved at `path`; raises `ModelError` as `saved_recipe`."""
     return str(_read(path)["dtype"])
 

@@ -64,14 +64,16 @@ class IntakeProgress:
     def __init__(self, tell: Tell | None, deadline: Any) -> None:
         self.deadline, self._tell, self._decoded, self._taken = deadline, tell, 0, 0.0
 
-    def decoded(self, clip: Clip) -> None:
-        """Count the frames of `clip`, decoded but not yet ingested; raises `Ended` at the deadline."""
+    def count_decoded_frames(self, clip: Clip) -> None:
+        """Count the frames of `clip`, decoded but not yet ingested; raises `CallEnded` at the deadline."""
         self.deadline.check()
         if clip.part:
             self._decoded += len(clip.frames)
             self._show(None)
 
-    def taken(self, clip: Clip, done: int, frames: int, more: int = 0, share: float = 0.0) -> None:
+    def report_frames_read(
+        self, clip: Clip, done: int, frames: int, more: int = 0, share: float = 0.0
+    ) -> None:
         """Report the frames read: `done` before `clip`, its first `frames`, and a `share` (0 to 1) of the `more` next."""
         self._taken = done + frames + share * more
         self._show(None if clip.part else done + len(clip.frames))
@@ -81,7 +83,7 @@ class IntakeProgress:
             self._tell(int(max(self._taken, (self._decoded + self._taken) / 2)), total)
 
 
-def layer_hook(
+def layer_check(
     adapter: Any, moved: Callable[[float], None], done: int, count: int, units: int
 ) -> Callable[[], None]:
     """Return a callback for a pass of `count` units of the `StreamModel` `adapter`, to be called before each layer. It lets

@@ -69,7 +69,7 @@ class StandingQuestion:
         self._call = lambda change: None
         self.stop()
 
-    def wait_until_told(self) -> None:
+    def wait_until_reported(self) -> None:
         """Wait, after `stop`, until a change that was found is reported; returns at once if called by that report itself."""
         if self._thread is not threading.current_thread():
             self._thread.join()

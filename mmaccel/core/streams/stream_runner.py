@@ -17,7 +17,7 @@ from torch import Tensor
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy
-from mmaccel.core.decoding.generate import Deadline, Ended
+from mmaccel.core.decoding.generate import CallEnded, Deadline
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.memory.frames import FrameMemory
@@ -27,7 +27,7 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.streams.joint import UNITS, WaitingUnits, run_waiting_units
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, restore_states_at_exit
-from mmaccel.core.streams.sources import layer_hook, pad_to_units, units_in_pass
+from mmaccel.core.streams.sources import layer_check, pad_to_units, units_in_pass
 
 WATCHED = (
     "sparse: frames given to watch see all that the memory shows; the pattern acts on those given to ingest, and on "
@@ -238,7 +238,7 @@ class StreamRunner:
                 self.waits.append(waited)
                 self.waited_s += waited + others
                 progress(last * per_unit - pending)
-        except Ended:
+        except CallEnded:
             taken = max(0, first * per_unit - pending)
             del info.times[before + taken :]
             info.pending = info.pending if first == 0 else None
@@ -306,7 +306,7 @@ class StreamRunner:
         while done < len(features):
             stream_pass, rows = self.build_next_pass(state, features[done:], numbers[done:])
             if self._moved is not None:
-                how["check"] = layer_hook(self.adapter, self._moved, done, stream_pass.count, len(features))
+                how["check"] = layer_check(self.adapter, self._moved, done, stream_pass.count, len(features))
             self.run_pass(state, stream_pass, rows, **how)
             done += stream_pass.count
             if "proxy" in self.kv.needs:

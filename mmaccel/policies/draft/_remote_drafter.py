@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import UNIT_SLACK, Warp
-from mmaccel.core.decoding.generate import Deadline, Ended
+from mmaccel.core.decoding.generate import CallEnded, Deadline
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.decoding.worker import (
     READY,
@@ -252,7 +252,10 @@ def serve_decoder(
     def read(number: int, columns: Tensor | None) -> None:
         inputs, warp, compact, seed, stream = waiting.pop(number)
         lasts, after = inputs.pop(TURN, (0, 0))
-        with send_heartbeats(wire), suppress(Ended):  # of the stream: then nobody asks this sequence any more
+        with (
+            send_heartbeats(wire),
+            suppress(CallEnded),
+        ):  # of the stream: then nobody asks this sequence any more
             writer = writers.pop(after) if after in writers else fresh()
             writer.talk.runner.lasting = bool(lasts)
             writer.read_prompt(inputs, columns, compact, _unpacked(wire, warp, device), seed, stream)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmaccel.core.decoding.generate import Deadline, Ended
+from mmaccel.core.decoding.generate import CallEnded, Deadline
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings, QuestionAttention
 from mmaccel.core.decoding.worker import OWN, Blob, Message, MessageSocket, Worker, send_heartbeats
 from mmaccel.core.errors import DraftError
@@ -184,7 +184,7 @@ class ServedStreams:
         """Carry out the request in `message` on a draft's stream, and report that it is done."""
         number, size = message.numbers
         name, given = pickle.loads(message.blob[:size], buffers=[memoryview(message.blob)[size:]])
-        with send_heartbeats(self._wire), suppress(Ended):
+        with send_heartbeats(self._wire), suppress(CallEnded):
             if name == "open":
                 assert self._watch is not None
                 adapter, told = given

@@ -136,7 +136,7 @@ class Parallel(VideoDraftStrategy):
             engine = LocalDrafter(self.peer(target), vocab, target.device)
         measured = self.prune_when == "measured"
         shares = target.get_or_create("parallel shares", lambda: ReadingChoice(bare_s)) if measured else None
-        return Pipeline(engine, self, model_devices(target.model), vocab, shares)
+        return ParallelDraftState(engine, self, model_devices(target.model), vocab, shares)
 
     def _worker(self, target: ModelView) -> Worker:
         first = next(target.model.parameters())
@@ -173,7 +173,7 @@ class _Turn:
     pruned: bool
 
 
-class Pipeline(DraftState):
+class ParallelDraftState(DraftState):
     """The draft's side of the pipeline (ParallelVLM, Algorithm 1): requests windows of drafted tokens, and proposes them.
 
     _said     committed tokens after the prompt

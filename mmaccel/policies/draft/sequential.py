@@ -57,10 +57,10 @@ class Sequential(VideoDraftStrategy, ChainStrategy):
 
     def open(self, target: ModelView) -> DraftState:
         peer = self.peer(target)
-        return Drafter(peer.runner(), peer.device, self, target.geometry.vocab)
+        return SequentialDraftState(peer.runner(), peer.device, self, target.geometry.vocab)
 
 
-class Drafter(DraftModelState):
+class SequentialDraftState(DraftModelState):
     """The draft of the strategy `sequential`: its model drafts a window, token by token, and then the target verifies it.
 
     `observe_committed` only records tokens, so that a draft that is not used costs nothing: `_tokens` has the prompt and all

@@ -13,7 +13,7 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import DraftState, Prompt
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.registry import register
-from mmaccel.policies.draft.sequential import ChainStrategy, Drafter
+from mmaccel.policies.draft.sequential import ChainStrategy, SequentialDraftState
 
 
 @register("draft", "text_only")
@@ -34,8 +34,8 @@ class TextOnly(ChainStrategy):
         return TextDrafter(target, peer.runner(), peer.device, self, target.geometry.vocab)
 
 
-class TextDrafter(Drafter):
-    """A `Drafter` that reads only the text, without videos and images, and proposes no placeholder."""
+class TextDrafter(SequentialDraftState):
+    """A `SequentialDraftState` that reads only the text, without videos and images, and proposes no placeholder."""
 
     def __init__(self, target: ModelView, *given: Any) -> None:
         super().__init__(*given)

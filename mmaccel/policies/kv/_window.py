@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.dense_attend import mean_weights
+from mmaccel.backends.ops.dense_attend import mean_attention_weights
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
@@ -289,7 +289,7 @@ def attention(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.empty(rows, count, device=key.device)
     for first in range(0, rows, step):
         some = slice(first, first + step)
-        out[some] = mean_weights(query[:, some], key, at[some], key.shape[2] ** -0.5, bias)
+        out[some] = mean_attention_weights(query[:, some], key, at[some], key.shape[2] ** -0.5, bias)
     return out
 
 

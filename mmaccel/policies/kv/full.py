@@ -24,7 +24,7 @@ from mmaccel.core.memory.kv import (
     UnitEvidence,
     grow_buffer,
 )
-from mmaccel.core.memory.relay import delegate
+from mmaccel.core.memory.relay import make_delegate
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._window import Pair, PassState
 
@@ -321,7 +321,7 @@ class FullStream(FullAttentionStream):
     def _keep_path(self, start: int, path: Tensor) -> None:
         self._state.accept(path)
 
-    held_columns = nbytes = delegate(lambda self, name: getattr(self._state, name)())
+    held_columns = nbytes = make_delegate(lambda self, name: getattr(self._state, name)())
 
     def _save(self, folder: Path) -> None:
         for layer in range(self.geometry.layers):

@@ -51,10 +51,10 @@ class StreamMem(TokenPolicy):
     def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
-        return StreamMemMemory(self, stream, geometry, model, device)
+        return StreamMemState(self, stream, geometry, model, device)
 
 
-class StreamMemMemory(TokenMemory):
+class StreamMemState(TokenMemory):
     """The stream memory of `streammem`: tokens are selected anew after each clip, by the attention of the first proxy pass.
 
     chosen, whole       number of units at the last selection; number of the first unit that has lost no token yet

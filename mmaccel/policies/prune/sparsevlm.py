@@ -109,7 +109,7 @@ class SparseVLM(TokenPruner):
         self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None
     ) -> KeptTokens:
         at = candidate_columns(layout)
-        count = stage.kept_count(at, total)
+        count = stage.count_kept_tokens(at, total)
         if count == at.numel():
             return KeptTokens(with_unprunable_columns(layout, at))
         score = self._score(signals, layout, at)

@@ -65,7 +65,7 @@ class VisionZip(TokenPruner):
     def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         return (Stage(0, hidden=(0,), share=self.retention),)
 
-    def counts(self, number: int, size: int) -> list[int]:
+    def kept_tokens_per_frame(self, number: int, size: int) -> list[int]:
         """Return how many tokens each of `number` frames with `size` tokens keeps."""
         if not self.carry:
             return [share_token_count(self.retention, size)] * number
@@ -83,7 +83,7 @@ class VisionZip(TokenPruner):
         chosen: list[Tensor] = []
         changed = states.clone()
         for frames in columns_by_frame_size(layout):
-            counts = self.counts(*frames.shape)
+            counts = self.kept_tokens_per_frame(*frames.shape)
             for count in sorted(set(counts)):
                 columns = frames[[i for i, n in enumerate(counts) if n == count]]
                 merged = 0 if count == columns.shape[1] else round(count * self.contextual)

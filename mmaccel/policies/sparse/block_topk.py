@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.decoding.replay import Compiled
+from mmaccel.core.decoding.replay import LazilyCompiled
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.plan import FAR, AttentionPlan, span_by_range, span_from_table
@@ -166,4 +166,4 @@ def _choice(
     return pattern._chosen(pattern._shares(queries, keys, at), at)
 
 
-_CHOICE = Compiled(_choice, warmup_s=32.0)
+_CHOICE = LazilyCompiled(_choice, warmup_s=32.0)

@@ -26,8 +26,8 @@ from mmaccel.policies.sparse.stride import (
     FrameResidueClasses,
     StrideResidueClasses,
     StrideSearch,
+    estimate_frame_phases,
     estimate_stride_classes,
-    frame_phases,
     max_keys_per_class,
     stable_class_order,
 )
@@ -152,7 +152,9 @@ class Grid(IntraPattern):
         rows = self.horizontal_phase == "queries"
         search = StrideSearch(self.min_stride, self.max_stride, self.slack, self.score, rows, region.max_keys)
         frames = FrameResidueClasses.of(region, search.low, search.most) if self.stride == "frame" else None
-        framed = frame_phases(sample, frames, search) if frames is not None and frames.any_fits else None
+        framed = (
+            estimate_frame_phases(sample, frames, search) if frames is not None and frames.any_fits else None
+        )
         if framed is not None and framed.frames is not None:
             return framed
         lines = dict(by_columns=self.horizontal or self.vertical, by_diagonals=self.slash)

@@ -228,7 +228,7 @@ class StrideClassPairing:
         return cls(own[:, 0].to(torch.int32), paired, members, order.to(torch.int32), start)
 
 
-def frame_phases(
+def estimate_frame_phases(
     sample: LastQueryAttention, frames: FrameResidueClasses, search: StrideSearch
 ) -> StrideResidueClasses:
     """Return the classes of `frames` and, for each head, the phases of the lines that get most attention."""

@@ -24,7 +24,7 @@ from mmaccel.policies.draft._window_model import (
     best_window,
     tokens_per_round,
 )
-from mmaccel.policies.draft.parallel import Parallel, Pipeline
+from mmaccel.policies.draft.parallel import Parallel, ParallelDraftState
 from tests import sentence
 from tests.core.test_generate import limit, run
 from tests.core.toy import (
@@ -52,9 +52,9 @@ def telling(*tales: str) -> Rule:
     return bigram_rule(table)
 
 
-def pipeline(target: Rule, small: Rule, vocab: int, **choices: Any) -> Pipeline:
+def pipeline(target: Rule, small: Rule, vocab: int, **choices: Any) -> ParallelDraftState:
     state = Parallel(model=ToyModel(small, vocab), process=False, **choices).open(toy_view(target, vocab))
-    assert isinstance(state, Pipeline)
+    assert isinstance(state, ParallelDraftState)
     return state
 
 
@@ -191,7 +191,10 @@ def test_a_draft_that_is_late_changes_no_token(seed: int, window: int) -> None:
     engine = Sluggish(DraftDecoder(ToyRunner(bigram_rule(other)), "cpu", 5), random.Random(seed))
     choice = Parallel(model=ToyModel(bigram_rule(other), 5), window=window, process=False)
     ids, _, meter = run(
-        target, Pipeline(engine, choice, [torch.device("cpu")], 5), stop, toy_prompt([1], max_new_tokens=39)
+        target,
+        ParallelDraftState(engine, choice, [torch.device("cpu")], 5),
+        stop,
+        toy_prompt([1], max_new_tokens=39),
     )
     assert ids == decode_greedily(target, [1], stop) and not meter.failures
 
@@ -202,7 +205,7 @@ def test_a_window_that_comes_too_late_is_no_refusal(window: int) -> None:
     rule = bigram_rule(torch.eye(7).roll(1, 1))
     engine = Sluggish(DraftDecoder(ToyRunner(rule), "cpu", 7), random.Random(0))
     choice = Parallel(model=ToyModel(rule, 7), window=window, process=False)
-    state = Pipeline(engine, choice, [torch.device("cpu")], 7)
+    state = ParallelDraftState(engine, choice, [torch.device("cpu")], 7)
     run(rule, state, limit(60), toy_prompt([0], max_new_tokens=59))
     told = state.counters()
     assert told["late"] > 3 and told["pre_verify"] + told["post_verify"] > 1 and told["alone"] > 3

@@ -27,7 +27,7 @@ from mmaccel.core.registry import registry
 from mmaccel.policies.draft import _remote_drafter, _remote_stream
 from mmaccel.policies.draft._draft_decoder import DraftDecoder
 from mmaccel.policies.draft._packed import pack
-from mmaccel.policies.draft.parallel import Parallel, Pipeline
+from mmaccel.policies.draft.parallel import Parallel, ParallelDraftState
 from tests.core.test_generate import limit
 from tests.core.toy import Meter, ToyRunner, bigram_rule, decode_greedily, toy_prompt, toy_view
 from tests.policies.draft.toy_service import VOCAB, Softmax, table
@@ -55,10 +55,10 @@ def target(request: pytest.FixtureRequest) -> Iterator[ModelView]:
     assert all(process.poll() is not None for process in held)
 
 
-def decode(target: ModelView, choice: Parallel, **said: Any) -> tuple[list[int], Pipeline, Meter]:
+def decode(target: ModelView, choice: Parallel, **said: Any) -> tuple[list[int], ParallelDraftState, Meter]:
     told = toy_prompt([1, 0], max_new_tokens=58, **said)
     state, runner, meter = choice.open(target), ToyRunner(TARGET), Meter()
-    assert isinstance(state, Pipeline)
+    assert isinstance(state, ParallelDraftState)
     state.begin(told)
     if choice.prune is not None:
         state.keep_columns(torch.tensor([1]))
@@ -152,13 +152,13 @@ def test_a_process_that_fails_loses_no_token(target: ModelView, fault: str) -> N
 
 def together(
     target: ModelView, choice: Parallel, starts: list[int]
-) -> tuple[list[list[int]], list[Pipeline], list[Meter]]:
+) -> tuple[list[list[int]], list[ParallelDraftState], list[Meter]]:
     """Several sequences of one process, begun one after the other and decoded in turns; each has an end of its own."""
     states, meters, sequences = [], [], []
     for start in starts:
         told = toy_prompt([1, start], max_new_tokens=58)
         state, runner, meter = choice.open(target), ToyRunner(TARGET), Meter()
-        assert isinstance(state, Pipeline)
+        assert isinstance(state, ParallelDraftState)
         state.begin(told)
         first = runner.prefill(told.inputs)
         sequences.append(Speculation(runner, state, told, first, stop=limit(60 - 9 * start), meter=meter))
@@ -244,7 +244,7 @@ def test_a_prompt_is_taken_while_the_process_reads_another(target: ModelView) ->
     second.close()
 
 
-def slowly(target: ModelView, choice: Parallel, **said: Any) -> tuple[list[int], Pipeline, Meter]:
+def slowly(target: ModelView, choice: Parallel, **said: Any) -> tuple[list[int], ParallelDraftState, Meter]:
     """A target whose steps take a while, so that a silence is long enough to be noticed."""
     with pytest.MonkeyPatch.context() as patch:
         dawdle(patch)

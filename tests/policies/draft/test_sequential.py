@@ -18,7 +18,7 @@ from mmaccel.core.errors import DraftError, ModelError, RecipeError
 from mmaccel.policies.draft import parallel
 from mmaccel.policies.draft._draft_decoder import DraftedTokens
 from mmaccel.policies.draft._draft_model import check_vocabulary
-from mmaccel.policies.draft.sequential import Drafter, Sequential
+from mmaccel.policies.draft.sequential import Sequential, SequentialDraftState
 from tests import sentence
 from tests.core import test_generate as core
 from tests.core.test_generate import limit
@@ -108,7 +108,7 @@ def test_the_draft_sees_all_of_the_prompt() -> None:
 def test_the_prompt_is_read_after_the_targets_first_token_is_out() -> None:
     rule = bigram_rule(torch.eye(5).roll(1, 1))
     drafting = ToyRunner(rule)
-    draft, read = Drafter(drafting, torch.device("cpu"), Sequential(window=2), 5), []
+    draft, read = SequentialDraftState(drafting, torch.device("cpu"), Sequential(window=2), 5), []
     core.run(rule, draft, limit(9), emit=lambda new: read.append(len(drafting.tokens)))
     assert read[0] == 0 and read[1] > 2
 
@@ -273,7 +273,7 @@ def test_as_many_drawn_tokens_are_kept_as_by_drafting_in_turns(heat: float) -> N
     would be kept."""
     large, small = Triples(V, 0), Triples(V, 1)
     length, kept = 4_000, []
-    in_turns = Drafter(ToyRunner(small), torch.device("cpu"), Sequential(window=1), V)
+    in_turns = SequentialDraftState(ToyRunner(small), torch.device("cpu"), Sequential(window=1), V)
     for state in (pipeline(large, small, V, window=1), in_turns):
         said = toy_prompt(
             [0],

@@ -12,7 +12,7 @@ from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.errors import RecipeError
 from mmaccel.policies.draft import Parallel
 from mmaccel.policies.draft._window_model import PAUSE, SETTLED, PipelineTimes, ReadingChoice
-from mmaccel.policies.draft.parallel import Pipeline
+from mmaccel.policies.draft.parallel import ParallelDraftState
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.spies import heard
@@ -77,7 +77,7 @@ def test_a_way_that_is_never_ready_gains_nothing() -> None:
 
 def test_an_answer_is_counted_once_however_often_it_is_closed() -> None:
     shares, choice = ReadingChoice(), Parallel(model="x", prune=UV, prune_when="measured")
-    draft = Pipeline(Mock(), choice, [torch.device("cpu")], 5, shares)
+    draft = ParallelDraftState(Mock(), choice, [torch.device("cpu")], 5, shares)
     draft.begin(Prompt({}, torch.zeros(1, 9, dtype=torch.long)))
     for _ in range(2):
         draft.close()
@@ -103,7 +103,9 @@ def test_either_way_the_text_is_the_plain_one_and_the_report_says_which(
     inputs = prompt(family, PROMPTS["video"])
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**inputs, **options)
-    told: list[int] = heard(monkeypatch, Pipeline, "keep_columns", lambda state, columns: columns.numel())
+    told: list[int] = heard(
+        monkeypatch, ParallelDraftState, "keep_columns", lambda state, columns: columns.numel()
+    )
     draft = Parallel(model=copy.deepcopy(model), process=False, prune=UV, prune_when="measured", window=3)
     notes = []
     with mmaccel.accelerate(model, draft=draft) as fast:

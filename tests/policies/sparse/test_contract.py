@@ -203,7 +203,7 @@ def test_after_the_first_layer_the_data_decide(pitch: int, ran: list[str]) -> No
     pattern = Given(vertical=0, slash=100)
     object.__setattr__(pattern, "pitch", pitch)
     costs = Costs(LinearCost(0.0, 1.0), {"reference": LinearCost(0.0, 3.0)})
-    choice = select.Choice("reference", "told", costs)
+    choice = select.BackendChoice("reference", "told", costs)
     n = 4096
     recipe = Recipe.load(sparse="a_shape", dense_tail=0)
     object.__setattr__(recipe, "sparse", pattern)

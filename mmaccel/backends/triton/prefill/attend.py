@@ -12,7 +12,13 @@ import triton
 from torch import Tensor
 
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.block_attend import BlockLists, Call, KeySpan, empty_output, with_unpacked_args
+from mmaccel.backends.ops.block_attend import (
+    BlockAttendCall,
+    BlockLists,
+    KeySpan,
+    empty_output,
+    with_unpacked_args,
+)
 from mmaccel.backends.triton.launch_args import encode_int_args, leading_strides, row_strides
 from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.backends.triton.prefill.kernel import (
@@ -23,7 +29,7 @@ from mmaccel.backends.triton.prefill.kernel import (
     merge_kernel,
     split_kernel_args,
 )
-from mmaccel.backends.triton.prefill.lists import get_cached_on_plan, merge_query_block_pairs
+from mmaccel.backends.triton.prefill.lists import get_cached_on_plan, merge_adjacent_query_blocks
 from mmaccel.core.errors import RecipeError
 
 PAIRS = 200 << 10
@@ -47,7 +53,7 @@ def _config_for(
 
 
 @with_unpacked_args
-def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:
+def block_attend(call: BlockAttendCall, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:
     """The operator of `ops.block_attend` by Triton. No host synchronization; all sizes come from shapes.
 
     chunk   the most listed blocks that one program processes; longer lists are split and merged by a second kernel. By
@@ -82,7 +88,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         # cannot share it with another head.
         if q_row.shape[-1] // block_q % 2:
             q_row, *q_pos = (torch.nn.functional.pad(t, (0, block_q), value=-1) for t in (q_row, *q_pos))
-        row, block_q, P = [merge_query_block_pairs(r) for r in row], 2 * block_q, q_row.shape[-1]
+        row, block_q, P = [merge_adjacent_query_blocks(r) for r in row], 2 * block_q, q_row.shape[-1]
     size, value_size = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(DV))
     # Queries and sums of 128 rows of larger heads exceed shared memory.
     most = 64 if value_size > 256 else 128

@@ -258,7 +258,7 @@ def _step(leads: tuple[int, int]) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["row_b", "row_h", "M", "pairs"])
 def merge_pairs_kernel(row, row_b, row_h, OUT, M, pairs, TILE: tl.constexpr):
-    """Kernel of `merge_query_block_pairs`: joins some pairs of lists of one head."""
+    """Kernel of `merge_adjacent_query_blocks`: joins some pairs of lists of one head."""
     h, b = tl.program_id(1), tl.program_id(2)
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     first, last = tl.full([TILE], BEYOND, tl.int64), tl.full([TILE], -BEYOND, tl.int64)
@@ -290,7 +290,7 @@ def merge_pairs_kernel(row, row_b, row_h, OUT, M, pairs, TILE: tl.constexpr):
     tl.store(to + 4, tl.zeros_like(first), mask=inside)
 
 
-def merge_query_block_pairs(row: Tensor) -> Tensor:
+def merge_adjacent_query_blocks(row: Tensor) -> Tensor:
     """Merge the block lists of each two neighbouring query blocks: `row` [b, h, M, 5] long, whose lists are runs of key
     blocks, to [b, h, ceil(M / 2), 5].
 

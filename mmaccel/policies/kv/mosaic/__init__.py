@@ -142,7 +142,7 @@ class ClusterIndex(Index):
         self.visual_key[:, at] = self._sent(torch.stack(keys, 1), self.key)
         if self.by_look:
             self.visual_look = grow_buffer(self.visual_look, 0, room, fill=0, share=SPARE)
-            looks = torch.stack([kept.looks[some].sum(0) / max(1, len(some)) for some in members])
+            looks = torch.stack([kept.visuals[some].sum(0) / max(1, len(some)) for some in members])
             self.visual_look[at] = self._sent(looks, self.visual_look)
 
     def set_visual_query(self, look: Tensor) -> None:

@@ -42,7 +42,7 @@ class ClusterHierarchy:
     def clear(self, units: int = 0) -> None:
         """Forget all clusters, and all units (frames) but the first `units`; the counters stay."""
         means = self.means
-        self.visual = ClusterTable(1, means.looks.shape[1] + 1, means.work)
+        self.visual = ClusterTable(1, means.visuals.shape[1] + 1, means.work)
         self.semantic = ClusterTable(self.layers, means.keys.shape[2] + 1, means.work)
         self.buffer: list[list[int]] = [[] for _ in range(self.layers)]
         """Of each layer the buffered clusters, the oldest first."""
@@ -73,8 +73,8 @@ class ClusterHierarchy:
     def keep_units(self, kept: Tensor) -> None:
         """Keep only the units (frames) at rows `kept` [k], renumbered; clusters that lose all units are removed."""
         self.means.keep_rows(kept)
-        for level, points in ((self.visual, self.means.look_points), (self.semantic, self.means.key_points)):
-            level.keep_units(kept, points)
+        self.visual.keep_units(kept, self.means.visual_points)
+        self.semantic.keep_units(kept, self.means.key_points)
         level, self.units = self.semantic, len(kept)
         self.buffer = [[one for one in ids if level.size[at, one]] for at, ids in enumerate(self.buffer)]
         for layer, ids in enumerate(self.buffer):
@@ -88,7 +88,7 @@ class ClusterHierarchy:
     def save(self, folder: Path, more: dict[str, Any]) -> None:
         """Write clusters and unit (frame) means into `folder`, with the facts `more`, such as which units are absent."""
         means = self.means
-        kept = {"look": means.looks, "key": means.keys, "value": means.values}
+        kept = {"look": means.visuals, "key": means.keys, "value": means.values}
         if means.centre is not None:
             kept |= {"centre_look": means.centre[0], "centre_key": means.centre[1]}
             for (name, level), bounds in zip(self.levels().items(), self.bounds, strict=True):
@@ -107,7 +107,7 @@ class ClusterHierarchy:
             raise ModelError(
                 f"{folder}: clusters of {facts['units']} units are beside {units} units; it is damaged."
             )
-        look, layers, width = means.looks.shape[1], *means.keys.shape[1:]
+        look, layers, width = means.visuals.shape[1], *means.keys.shape[1:]
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"look": ((units, look), means.work)}
         wanted |= dict.fromkeys(("key", "value"), ((units, layers, width), means.keys.dtype))
         levels = {"visual": self.visual, "semantic": self.semantic} if facts["started"] else {}
@@ -169,7 +169,7 @@ class ClusterHierarchy:
         every = torch.arange(self.layers)
         for begin in range(self.units, have, TOGETHER)[:most]:
             units = torch.arange(begin, min(begin + TOGETHER, have))
-            matching = NearestCluster(self.visual, self.means.look_points(ZERO, units))
+            matching = NearestCluster(self.visual, self.means.visual_points(ZERO, units))
             points = self.means.key_points(every, units.expand(self.layers, -1))
             keys = points.transpose(0, 1).contiguous().numpy()
             for row, unit in enumerate(units.tolist()):
@@ -186,12 +186,12 @@ class ClusterHierarchy:
         rules, means = self.rules, self.means
         floor = means.set_centring_origin(units)
         count = max(1, round(units / rules.visual))
-        looks = means.look_points(ZERO, torch.arange(units))
+        looks = means.visual_points(ZERO, torch.arange(units))
         label = kmeans(looks[None], count)[0]
         for one in range(count):
             members = (label == one).nonzero().T
             self.visual.set_members(ZERO, self.visual.allocate_ids(ZERO, ZERO - 1), members, looks[members])
-        self._unmix(self.visual, means.look_points)
+        self._unmix(self.visual, means.visual_points)
         visual = rules.calibrate(self.visual, True, floor[0])
         self.bounds = (visual,)
         self._refine_visual(self.visual.size[0].nonzero()[:, 0])
@@ -245,7 +245,7 @@ class ClusterHierarchy:
                 self._cut(one, other)
                 made.append(other)
 
-        points, layer = self.means.look_points, torch.zeros_like(cluster)
+        points, layer = self.means.visual_points, torch.zeros_like(cluster)
         split_exceeding(self.visual, self.bounds[0], points, layer, cluster, self.rules.gain, split)
         self.counters["visual_splits"] += len(made)
         return made

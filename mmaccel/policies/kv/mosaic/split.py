@@ -148,11 +148,11 @@ def split_exceeding(
         members = level.members_of(layer, cluster)
         present = members >= 0
         x = vectors(layer, members)
-        label, forced = bisect(x, present) if depth < DEEPEST else halve(present), n > bounds.largest
+        label, forced = bisect(x, present) if depth < DEEPEST else split_in_half(present), n > bounds.largest
         (_, s2_a, n_a), (_, s2_b, n_b) = (centroid_variance_size(x, label == side) for side in (0, 1))
         left = pooled_variance(s2_a, n_a, s2_b, n_b) + torch.finfo(s2.dtype).eps  # rounding is no gain
         weak = (left > (1 - gain) * s2) | (depth >= DEEPEST)
-        label = torch.where((weak & forced)[:, None], halve(present), label)
+        label = torch.where((weak & forced)[:, None], split_in_half(present), label)
         refused = weak & ~forced
         level.set_row("limit", layer[refused], cluster[refused], RAISED * s2[refused])
         layer, cluster, members, x, label = (t[~refused] for t in (layer, cluster, members, x, label))
@@ -249,13 +249,13 @@ class UnitMeans:
 
     def keep_rows(self, kept: Tensor) -> None:
         """Keep only the units (frames) at rows `kept` [k], as rows 0 .. k - 1; there must be no waiting passes."""
-        rows = self.looks[kept], self.keys[kept], self.values[kept]
+        rows = self.visuals[kept], self.keys[kept], self.values[kept]
         self._look, self.key_buffer, self._value = self._look[:0], self.key_buffer[:0], self._value[:0]
         self.units = 0
         self.append(*rows)
 
     @property
-    def looks(self) -> Tensor:
+    def visuals(self) -> Tensor:
         """[N, E]: the mean visual feature of each unit (frame)."""
         return self._look[: self.units]
 
@@ -272,7 +272,7 @@ class UnitMeans:
     def set_centring_origin(self, units: int) -> tuple[Tensor, Tensor]:
         """Take the mean of the first `units` units (frames) as the origin of all points, from now on; return lower
         limits for the variance thresholds of visual features [1] and keys [L]: twice the variance due to rounding."""
-        (look, one), (key, each) = map(self._origin, (self.looks[:units], self.keys[:units].to(self.work)))
+        (look, one), (key, each) = map(self._origin, (self.visuals[:units], self.keys[:units].to(self.work)))
         self.centre = look, key
         return one.view(1), each
 
@@ -294,10 +294,10 @@ class UnitMeans:
         points[..., -1:] = origin[..., -1:]
         return unit_length(points)
 
-    def look_points(self, layer: Tensor, units: Tensor) -> Tensor:
+    def visual_points(self, layer: Tensor, units: Tensor) -> Tensor:
         """Unit vectors [..., E + 1] of the centred visual features of `units` (frames) [...]; all layers share them."""
         assert self.centre is not None
-        return self._points(self.looks[units.clamp_min(0)], self.centre[0])
+        return self._points(self.visuals[units.clamp_min(0)], self.centre[0])
 
     def key_points(self, layer: Tensor, units: Tensor) -> Tensor:
         """Unit vectors [b, m, d + 1] of the centred keys of `units` (frames) [b, m] at `layer` [b]; unit -1: undefined."""
@@ -389,7 +389,7 @@ def bisect(x: Tensor, present: Tensor) -> Tensor:
     return kmeans(x, 2, present=present, seeds=seeds)
 
 
-def halve(present: Tensor) -> Tensor:
+def split_in_half(present: Tensor) -> Tensor:
     """Return labels [B, n]: 0 for the first half of each set's points, 1 for the rest, -1 for points not `present`."""
     return (present.cumsum(1) > (present.sum(1, keepdim=True) + 1) // 2).long().masked_fill(~present, -1)
 

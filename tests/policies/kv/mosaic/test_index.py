@@ -11,7 +11,7 @@ from mmaccel.backends.ops.clusters import Words, score_by_words, score_keys
 from mmaccel.policies.kv._index import Index, SearchResult
 from mmaccel.policies.kv.mosaic import FEWEST, STAGE, ClusterIndex
 from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
-from mmaccel.policies.kv.mosaic.split import bisect, halve, kmeans, unit_length
+from mmaccel.policies.kv.mosaic.split import bisect, kmeans, split_in_half, unit_length
 from tests.policies.kv.mosaic.scenes import LOOK, WIDTH, feed, index_of, plant, runs, tree_of
 from tests.spies import heard
 
@@ -183,7 +183,7 @@ def test_the_first_stage_may_go_by_looks(tree: ClusterHierarchy) -> None:
         index.set_visual_query(look)
         found, end, budget = index.search(1, query(seed), 3, tree.units), tree.units, 3
         means = {
-            v: tree.means.looks[tree.visual.members_of(torch.tensor([0]), torch.tensor([v]))[0]]
+            v: tree.means.visuals[tree.visual.members_of(torch.tensor([0]), torch.tensor([v]))[0]]
             .mean(0)
             .float()
             for v in tree.visual.size[0].nonzero()[:, 0].tolist()
@@ -392,7 +392,7 @@ def test_ties_go_to_the_lowest_label_and_nothing_is_random() -> None:
 
 def test_halves_by_order() -> None:
     present = torch.tensor([[True, False, True, True, True, True], [True, True, False, False, False, False]])
-    assert halve(present).tolist() == [[0, -1, 0, 0, 1, 1], [0, 1, -1, -1, -1, -1]]
+    assert split_in_half(present).tolist() == [[0, -1, 0, 0, 1, 1], [0, 1, -1, -1, -1, -1]]
 
 
 def test_a_row_of_zeros_stays_zero() -> None:

@@ -26,7 +26,7 @@ from watching import HELD, Sizes, wait
 
 import mmaccel
 from mmaccel.policies.kv.store import HostStore
-from mmaccel.policies.kv.store.slabs import split_units
+from mmaccel.policies.kv.store.slabs import view_by_unit
 
 WIRE = ("copies_in", "bytes_in", "seconds_in", "gathers")
 WAITS = ("slack_seconds", "waited_seconds", "waited_missing_seconds")
@@ -58,7 +58,7 @@ class CopiesEach(HostStore):
         def work() -> None:
             for at, unit in enumerate(units):
                 for side, rows in enumerate(self.unit_view(layer, unit)[0]):
-                    split_units(out, self.shape.tokens)[side, :, at].copy_(rows, non_blocking=True)
+                    view_by_unit(out, self.shape.tokens)[side, :, at].copy_(rows, non_blocking=True)
 
         wire.wait(self.lanes.compute_queue.record_mark())
         began = wire.record_mark(timed=True)

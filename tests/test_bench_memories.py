@@ -169,6 +169,7 @@ def test_paired_sees_through_what_is_common() -> None:
     mean, low, high = paired(better.tolist(), common.tolist())
     assert 0.4 < low < mean < high < 0.6
     assert paired([1.0, 2.0], [1.0, 2.0]) == (0.0, 0.0, 0.0)
+    assert [live.quantile([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 2.0, 3.0, 3.0]
 
 
 def run(out: Path, *only: str, shrink: int = 10) -> list[dict[str, Any]]:
@@ -333,10 +334,6 @@ def test_a_crowd_is_served_or_late_or_refused(tmp_path: Path, monkeypatch: pytes
     assert row["late"] == 1 and not row["ok"] and row["frames_a_call"] > 1
     *_, row = ran("crowd", tmp_path / "full.jsonl", "--streams", "3", "--busy", "0.0001", *some)
     assert (row["streams"], row["refused"]) == (1, 2)
-
-
-def test_quantiles() -> None:
-    assert [live.quantile([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 2.0, 3.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_the_wheels_hold_what_they_need(shipped: Shipped, tmp_path: Path) -> Non
     held, held_by_lab = set(zipfile.ZipFile(wheel).namelist()), set(zipfile.ZipFile(lab).namelist())
     assert {"mmaccel/recipes/dense.yaml", "mmaccel/py.typed", "mmaccel_command.py"} <= held
     assert {top.split("/")[0].split("-")[0] for top in held} == {"mmaccel", "mmaccel_command.py"}
-    assert wheel.stat().st_size < 2**20
+    assert wheel.stat().st_size < 1.1 * 2**20
     assert {"mmaccel_lab/py.typed", "mmaccel_lab/world/world.py", "mmaccel_lab/cli/worlds.py"} <= held_by_lab
     for name in tiny.NAMES:
         assert f"mmaccel_lab/tiny/{shipped(name)}/model.safetensors" in held_by_lab

@@ -210,7 +210,7 @@ def build_default_policy(slot: str, name: str, **fields: Any) -> Any:
     return policy(slot, {"name": name, **fields})
 
 
-def why_call_refused(works: Callable[[], object], names: Iterable[str] = ()) -> str:
+def why_options_refused(works: Callable[[], object], names: Iterable[str] = ()) -> str:
     """Return `YES` if `works` raises no `RecipeError`, else its message, without the policy `names`, so that equal reasons
     compare equal."""
     try:
@@ -239,7 +239,7 @@ def names_by_field() -> dict[str, list[str]]:
 def why_use_refused(use: str, names: Iterable[str] = (), **parts: Any) -> str:
     """Return `YES`, or why a recipe with the policies `parts` does not support `use` ("generate" or "VideoSession"), without
     the policy `names`."""
-    return why_call_refused(lambda: USES[use](Recipe(**parts)), names)
+    return why_options_refused(lambda: USES[use](Recipe(**parts)), names)
 
 
 def why_pair_refused(one: str, other: str, a: str, b: str) -> str:
@@ -256,7 +256,7 @@ def why_pair_refused(one: str, other: str, a: str, b: str) -> str:
 
 def why_pruner_refused(draft: str, prune: str) -> str:
     """`YES`, or why a draft cannot take a pruner for its own prompt."""
-    return why_call_refused(lambda: build_default_policy("draft", draft, prune=prune), (draft, prune))
+    return why_options_refused(lambda: build_default_policy("draft", draft, prune=prune), (draft, prune))
 
 
 def _why_policy_refused(slot: str, name: str, use: str) -> str:

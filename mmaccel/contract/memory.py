@@ -253,9 +253,7 @@ class _Trial:
         state.begin_pass(stream_pass)
         for layer in range(LAYERS):
             query, key, value = (
-                seeded_random_tensor(
-                    (stream_pass.kind, stream_pass.first, name, layer, i), 1, h, stream_pass.rows, SIZE
-                )
+                draw((stream_pass.kind, stream_pass.first, name, layer, i), 1, h, stream_pass.rows, SIZE)
                 for i, h in enumerate((HEADS, GROUPS, GROUPS))
             )
             if "hidden" in self.needs:
@@ -283,7 +281,7 @@ class _Trial:
         end = self.state.units() + count
         while (first := self.state.units()) < end:
             n = self.state.units_that_fit(first, min(8, end - first))
-            look = seeded_random_tensor(("look", first), n, 32).float() if "look" in self.needs else None
+            look = draw(("look", first), n, 32).float() if "look" in self.needs else None
             times = tuple(float(t) for t in range(first, first + n))
             self.run(StreamPass(kind="units", rows=n * TOKENS, first=first, count=n, times=times, look=look))
             if "proxy" in self.needs:
@@ -328,7 +326,7 @@ class _Trial:
             raise_unless(torch.equal(a.key, b.key) and torch.equal(a.value, b.value), f"{self.who}: {told}.")
 
 
-def seeded_random_tensor(name: tuple[Any, ...], *shape: int) -> Tensor:
+def draw(name: tuple[Any, ...], *shape: int) -> Tensor:
     """Return random numbers seeded by `name`."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(name).encode()))
     return torch.randn(*shape, dtype=torch.float64, generator=generator)

@@ -71,7 +71,9 @@ def _sequence(rng: Random, length: int) -> list[tuple[int, ...]]:
     return [*tokens, *[(TEXT, segment, -1, -1, -1)] * rng.choice((0, 1, 6))]
 
 
-def random_signals(layout: TokenLayout, stage: Stage, seed: int = 0, asked: int | None = None) -> Signals:
+def random_pruner_inputs(
+    layout: TokenLayout, stage: Stage, seed: int = 0, asked: int | None = None
+) -> Signals:
     """Return random signals for `stage`; attention has `asked` rows (None: of `observation_columns`) that sum to one."""
     g = torch.Generator().manual_seed(seed)
     S, asked = layout.length, observation_columns(layout).numel() if asked is None else asked
@@ -233,7 +235,7 @@ def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
 
 def _pairs(plan: AttentionPlan, who: str, queries: TokenLayout, keys: TokenLayout) -> None:
     """No pair of the future or of padding, and none twice."""
-    count = plan.count_mask()
+    count = plan.spans_per_pair()
     # Keys of a span's own have no place in the sequence.
     own = (0, count.shape[-1] - plan.n_key)
     ahead = torch.nn.functional.pad(keys.position[:, None] > queries.position[:, :, None], own)
@@ -263,7 +265,7 @@ def check_stages(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
     for stage in check_pruning_stages(pruner, DEPTH):
         if not total and pruner.stage != "draft":
             return
-        signals = random_signals(left, stage, seed)
+        signals = random_pruner_inputs(left, stage, seed)
         for name in signals.keys() - pruner.needs:
             del signals[name]
         kept = pruner.prune(signals, left, stage, total)

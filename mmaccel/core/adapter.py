@@ -146,7 +146,7 @@ class ModelAdapter(ABC):
         sizes = {name: getattr(shape, name) for name in ("layers", "heads", "kv_heads", "head_dim")}
         return {"type": kind, **sizes}
 
-    def weights_digest(self, model: nn.Module) -> str | None:
+    def qk_checksum(self, model: nn.Module) -> str | None:
         """Return a checksum of the query and key weights, the same in any floating type that holds the saved values; None if
         they cannot be read (absent, sharded, quantized or offloaded)."""
         return None

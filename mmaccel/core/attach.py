@@ -275,7 +275,7 @@ class Accelerated:
         """The KV memory of the last batch of sequences, while the object it was opened for is alive; else None."""
         return self._state()
 
-    def register_state(self, state: KVState, holder: object) -> Callable[[], object]:
+    def track_kv_state(self, state: KVState, holder: object) -> Callable[[], object]:
         """Register `state` as the current KV memory, whose counters reports show; when `holder` is garbage-collected, the
         counters are kept. The returned function cancels that."""
         self._state, self._counted = ref(state), {}

@@ -274,7 +274,7 @@ class PositionIds:
         return self._slots[unit] if unit <= last else self._slots[last] + unit - last
 
     def time_slot_count(self, count: int) -> int:
-        """Return the number of time slots up to the last of `count` units (frames); it is `count` if the stream is even."""
+        """Return how many intervals of the even frame rate `count` units span; `count` if the stream has no gaps."""
         return math.floor(self.unit_time_slot(count - 1)) + 1 if count else 0
 
     @property
@@ -304,7 +304,7 @@ class PositionIds:
 
     # Units by number: all of them at an even rate, or ranks among those that are seen.
 
-    def prompt_head_positions(self) -> Tensor:
+    def positions_before_video(self) -> Tensor:
         """Return the positions [h] or [3, h] of the prompt before the video."""
         return self._shaped(self._head)
 

@@ -188,7 +188,7 @@ class _Sequence:
             self.decoding.commit_next_tokens()
         except BaseException:
             self.decoding.close()
-            self.runner.sync_cache()
+            self.runner.update_hf_cache()
             raise
 
     def _prefill(
@@ -318,7 +318,7 @@ class _Sequence:
         except BaseException:
             careful.close()
             self._leave()
-            self.runner.sync_cache()
+            self.runner.update_hf_cache()
             raise
 
     def _leave(self) -> None:
@@ -336,7 +336,7 @@ class _Sequence:
         self._leave()
         if isinstance(self.cache, StreamCache) and self._lasts and self.decoding.ended:
             self.cache.record_turn(self.decoding.ids[:, :-1])
-        self.runner.sync_cache()
+        self.runner.update_hf_cache()
         if isinstance(self.runner, PromptStreamRunner):
             self.meter.kv = self.runner.counters
         elif (state := getattr(self.cache, "state", None)) is not None:

@@ -173,7 +173,7 @@ class Family(ModelFamily):
         # Only what turns keys: releases differ in what else they write beside it.
         return {**super().fingerprint(model), "rope": {x: rope[x] for x in _ROPE if rope.get(x) is not None}}
 
-    def weights_digest(self, model: nn.Module) -> str | None:
+    def qk_checksum(self, model: nn.Module) -> str | None:
         return None if isinstance(model, ConfigOnlyModel) else shards.checksum(model, self.attentions(model))
 
     def local_heads(self, model: nn.Module) -> range:

@@ -65,7 +65,7 @@ class ModelAttachment(AttachmentBase):
         self.sequences: WeakKeyDictionary[Cache, Columns] = WeakKeyDictionary()
         self.running = threading.local()
         self.draft_times = draft_times
-        self.opened: Any = torch.compiler.disable(owner.register_state)
+        self.opened: Any = torch.compiler.disable(owner.track_kv_state)
         _untraced()
         self.pruning: PrefillTokenPruning | None = None
         self.attach(self._lay)

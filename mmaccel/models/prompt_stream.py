@@ -278,7 +278,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
 
 
 class PromptStreamRunner(Runner):
-    """Runs one prompt of `generate` on a KV policy for streams, from `prefill` to `sync_cache`.
+    """Runs one prompt of `generate` on a KV policy for streams, from `prefill` to `update_hf_cache`.
 
     cache     the `StreamCache` of the turn before; None: `prefill` begins a stream
     counters  the KV memory's counters, set when the question has ended
@@ -316,7 +316,7 @@ class PromptStreamRunner(Runner):
                 live, self.drafts = cache.live, cache.live.draft_stream
                 self._state, self._counted = live.state, live.counters
                 self._positions = live.stream.positions.limit
-                self._open.callback(owner.register_state(live.state, self))
+                self._open.callback(owner.track_kv_state(live.state, self))
                 meter = owner.attention.meter
                 if before is None:
                     cache.prompt.read_video_into(live, deadline)
@@ -325,7 +325,7 @@ class PromptStreamRunner(Runner):
                 self._question = self._open.enter_context(turn)
                 self._open.enter_context(self.drafts.question_scope(ids, self._room, live.around))
             except BaseException:
-                self.sync_cache()
+                self.update_hf_cache()
                 raise
             if before is not None and not self._question.meter.idle:
                 meter.idle["a short question is dense"] = None
@@ -372,7 +372,7 @@ class PromptStreamRunner(Runner):
     def length(self) -> int:
         return self._at_work().length()
 
-    def sync_cache(self) -> None:
+    def update_hf_cache(self) -> None:
         """End the question; close the stream too, unless a later turn may use its cache. A second call does nothing."""
         state, self._state = self._state, None
         if self.cache is not None and self.cache.lasts and self._deadline.end_reason() is None:

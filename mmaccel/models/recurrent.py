@@ -101,7 +101,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         return [(state, self._copies[0][1]), *((rows[:, : conv.shape[1]], x) for rows, x in both if len(x))]
 
     def begin_step(self, count: int) -> tuple[int, int, int, int]:
-        """Begin a decode step of `count` rows; return its row (start, base, upto, slot) of `StepStates.bounds`."""
+        """Begin a decode step of `count` tokens; return its row (start, base, upto, slot) of `StepStates.bounds`."""
         start, base, self._base = self.length, self._base, max(self._base, self.length - self._lag)
         if self._base - self._copies[-1][0] > REACH:
             self._copies = [self._copies[-1], (base, self._room()[1].clone())]
@@ -299,8 +299,8 @@ class StateSlots:
         self.owners = list[Callable[[], Any]]()  # of each slot the sequence's first layer, or None
 
     def begin_step(self, layers: Sequence[RecurrentCacheLayer], count: int) -> tuple[int, int, int, int]:
-        """Begin a decode step of `count` rows of the sequence with cache layers `layers`, and give it a slot if it has none;
-        return its row of `StepStates.bounds`."""
+        """Begin a decode step of `count` tokens of the sequence whose cache is `layers`; it gets a slot if it has none.
+        Return the numbers that kernels need of its states: its row (start, base, upto, slot) of `StepStates.bounds`."""
         held = [one() for one in self.owners]
         number = held.index(layers[0]) if layers[0] in held else None
         if number is None or any(one.slots is not self for one in layers):

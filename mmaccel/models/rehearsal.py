@@ -127,7 +127,8 @@ def add_measured_overheads(
     clock: Callable[[], float] = time.perf_counter,
     say: Callable[[str], None] = lambda text: None,
 ) -> rates.DeviceRates:
-    """Return `device` with the `MeasuredOverhead` of each of `recipes` for `work`: from `store`, or measured now and stored.
+    """Return `device` with each recipe's `MeasuredOverhead` for `work`: the seconds that short sessions take beyond their
+    prediction. They are read from `store`, or measured now and stored.
 
     `model`: a name or model, as `recommend.model_sizes_of` takes it, for frames of `size` (height, width). A recipe with a
     draft model has the overhead of the same recipe without it. What would take more than `LIMIT_S`, or more memory than is

@@ -75,7 +75,7 @@ class HFRunner(Runner):
                 f"input_ids: {inputs['input_ids'].shape[0]} sequences; a runner takes one at a time."
             )
         if self.length():
-            self.sync_cache()
+            self.update_hf_cache()
         if self._whole is not None:
             start = int(self._whole[1].flatten(0, -2)[-1, -1]) + 1
         else:
@@ -153,7 +153,7 @@ class HFRunner(Runner):
             steps, self.steps = None, steps if self._moved is None else None
         if steps is not None and (width := steps.padded_row_count(count, branches)):
             return steps(self.memory(), self.delta, ids, width, branches, [*states.values()])
-        self.sync_cache()
+        self.update_hf_cache()
         held = self.length()
         start = held + self.delta
         if branches is None:
@@ -219,7 +219,7 @@ class HFRunner(Runner):
         view = self._moved.view(number, torch.empty(0))
         layer.keys, layer.values = view.key, view.value
 
-    def sync_cache(self) -> None:
+    def update_hf_cache(self) -> None:
         """Update the transformers cache to all tokens so far, as if the model itself had processed them."""
         if self._moved is not None:
             for number, layer in enumerate(self._attended()):

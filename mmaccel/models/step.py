@@ -160,7 +160,7 @@ class CapturedStreamSteps:
         """Mark the layers as unchecked, before a pass that is no answer step; the next `can_run_fused` checks them again."""
         self._sure, self._sides, self._lie = False, [], ()
 
-    def run_captured_step(
+    def run_step(
         self,
         run: ForwardPass,
         embeds: Tensor,
@@ -303,7 +303,7 @@ class CapturedStreamSteps:
         return list(angles.values()), begins, turned, wrote, at
 
     def is_captured(self, slots: list[CacheSlot] | None) -> bool:
-        """Whether an answer's step of one row is captured as a CUDA graph already; `slots` as in `run_captured_step`."""
+        """Whether an answer's step of one row is captured as a CUDA graph already; `slots` as in `run_step`."""
         self._replays.set_data_place(self._watched)
         if slots is not None:
             return self._replays.is_captured(("answer", 1), self._named(slots)[-1])

@@ -152,7 +152,7 @@ class StreamForwardPasses:
             self._few.invalidate_layer_check()
         if steps is not None and steps.can_run_fused(embeds, slots is not None):
             with self.hold_model():
-                return steps.run_captured_step(run, embeds, hidden, slots, running)
+                return steps.run_step(run, embeds, hidden, slots, running)
         return self._forward(run, state, embeds, hidden, input_hooks or {}, few, running)
 
     def _forward(

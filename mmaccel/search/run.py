@@ -178,7 +178,7 @@ def _levelled(
         "kind": KIND,
         "schema": SCHEMA,
         "model": fingerprint,
-        "weights": adapter.weights_digest(model),
+        "weights": adapter.qk_checksum(model),
         "block": settings.block,
         "context": scale.context,
         "target": scale.target_pattern(),

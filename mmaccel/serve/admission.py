@@ -158,5 +158,5 @@ class Admission:
         return new
 
     def release_promise(self, promise: StreamPromise) -> None:
-        """Release the promise of a closed stream; a second call does nothing."""
+        """Take back what was promised (device time and bytes) to a stream that is closed now; a second call does nothing."""
         self._promises = [one for one in self._promises if one is not promise]

@@ -23,7 +23,7 @@ from mmaccel.core.errors import MmaccelError
 from mmaccel.core.streams.live import freeze_garbage_collector
 from mmaccel.serve import chat, socket, streams
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import RequestGuard, error_response, validation_error
+from mmaccel.serve.guard import RequestCheckMiddleware, error_response, validation_error
 from mmaccel.serve.settings import Refused, Settings
 
 log = logging.getLogger("mmaccel.serve")
@@ -65,7 +65,7 @@ def create_app(engine: Engine, registry: Callable[[Engine], streams.Streams] = s
 
     _tell_errors(app, engine.settings.limits.seconds)
 
-    app.add_middleware(RequestGuard, settings=engine.settings, metrics=engine.metrics)
+    app.add_middleware(RequestCheckMiddleware, settings=engine.settings, metrics=engine.metrics)
     if origins := engine.settings.origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app

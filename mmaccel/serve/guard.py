@@ -80,11 +80,11 @@ class ConnectedClient:
 
 
 def get_caller(request: Request) -> str:
-    """FastAPI dependency: the caller's identity, as `RequestGuard` determined it."""
+    """FastAPI dependency: the caller's identity, as `RequestCheckMiddleware` determined it."""
     return str(request.state.caller)
 
 
-class RequestGuard:
+class RequestCheckMiddleware:
     """ASGI middleware that checks the origin, API key and size of every request before any route runs."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:

@@ -38,7 +38,7 @@ def test_the_page_is_what_recipes_say(call: Call) -> None:
 
 def test_a_refused_pruner_of_a_draft_names_both_and_what_runs() -> None:
     for draft, prune in itertools.product(registry("draft"), registry("prune")):
-        told = pairs.why_call_refused(partial(pairs.build_default_policy, "draft", draft, prune=prune))
+        told = pairs.why_options_refused(partial(pairs.build_default_policy, "draft", draft, prune=prune))
         if told == pairs.YES:
             assert draft in ("sequential", "tree", "parallel") and prune in (
                 "attention",
@@ -113,7 +113,7 @@ def test_what_recipes_refuse_is_refused(fields: dict[str, Any], admits: Callable
         Recipe.load(fields)
 
 
-def test_every_field_is_there_with_what_is_said_of_it() -> None:
+def test_every_field_is_there_with_what_is_said_of_it(call: Call) -> None:
     found = recipe_schema()
     for kind in DESCRIBED:
         policies = {
@@ -132,9 +132,6 @@ def test_every_field_is_there_with_what_is_said_of_it() -> None:
     assert grid["properties"]["score"]["enum"] == ["contrast", "mean", "sum"]
     assert grid["properties"]["score"]["default"] == "contrast"
     assert grid["properties"]["score"]["description"].startswith('score "mean": a class of lines')
-
-
-def test_the_command_prints_it(call: Call) -> None:
     assert call.object("schema") == json.loads(json.dumps(recipe_schema()))
 
 
@@ -218,16 +215,15 @@ def test_the_examples_run_by_name(call: Call, examples: Path, clip: str, ov: str
     assert "every_tenth" in call.text("--import", examples, "watch", clip, *question, *words)
 
 
-def test_list_describe_and_the_schema_know_it(call: Call, own: Path) -> None:
+def test_list_describe_and_the_schema_know_it(
+    call: Call, own: Path, clip: str, ov: str, tmp_path: Path
+) -> None:
     assert '"mine"' not in call("schema")[1]
     told = call.object("--import", own, "list", "--json")
     assert "mine" in told["sparse"] and "my_memory" in told["kv"]
     out = call.text("--import", own, "describe", "mine")
     assert "a window of my own" in out and "window: int = 96" in out
     assert '"mine"' in call("--import", own, "schema")[1]
-
-
-def test_ask_runs_it_by_name_and_by_file(call: Call, own: Path, clip: str, ov: str, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(yaml.safe_dump({"sparse": {"name": "mine", "sink": 32, "window": 64}, "dense_tail": 0}))
     kept = []
@@ -235,9 +231,6 @@ def test_ask_runs_it_by_name_and_by_file(call: Call, own: Path, clip: str, ov: s
         words = ("ask", clip, "hi", "--model", ov, "--recipe", text, "--max-new-tokens", 1, "--json")
         kept.append(call.object("--import", own, *words)["kept"])
     assert kept[0] == 1.0 > kept[1] > kept[2]
-
-
-def test_watch_and_eval_know_it(call: Call, own: Path, clip: str, ov: str) -> None:
     words = ("--model", ov, "--frames", 8, "--samples", 1, "--recipe", "mine", "--json")
     status, _, err = call("--import", own, "eval", "needle", *words)
     assert status in (0, 1) and "error" not in err

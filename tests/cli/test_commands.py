@@ -27,10 +27,6 @@ def test_list_is_an_object_of_kinds(call: Call) -> None:
     assert told["backend"]["reference"] is None
     status, out, _ = call("list")
     assert status == 0 and all(name in out for name in (*told["sparse"], *told["recipe"], *told["shape"]))
-
-
-def test_describe_knows_every_listed_name(call: Call) -> None:
-    told = call.object("list", "--json")
     for kind in ("sparse", "kv", "draft", "prune", "recipe", "family", "shape", "backend"):
         for name in told[kind]:
             status, out, err = call("describe", name)
@@ -48,6 +44,17 @@ def test_describe_shows_fields_and_presets(call: Call) -> None:
     assert "window (recipe: what `--recipe window` is; there is a kv of this name too, below)" in out
     assert "window (kv)" in out and "(recipe: what `--recipe std` is)" in call("describe", "std")[1]
     assert call("describe", "prompt-lookup")[1] == call("describe", "exact")[1], "a former name"
+    status, out, _ = call("describe", "beside")
+    assert status == 0 and all(
+        f"beside (of draft {name})" in out for name in ("parallel", "sequential", "tree")
+    )
+    assert out.count("\n  model: ") == 3
+    assert "the folder beside the target's with its name and ``-draft``" in out
+    status, out, _ = call("describe", "averaging")
+    assert status == 0 and "averaging (of prune fastv)" in out
+    assert "FastV.averaging(share: float, depth: int, layer: int = 2)" in out and "on average over" in out
+    for unknown in ("besides", "stages", "_own"):
+        assert f"unknown name {unknown!r}" in call.error("describe", unknown)
 
 
 def test_describe_explains_every_field_of_a_recipe(call: Call) -> None:
@@ -77,20 +84,6 @@ def test_describe_explains_the_fields_of_a_base(call: Call, name: str, field: st
     assert max(map(len, said)) <= 125
 
 
-def test_describe_knows_the_words_of_policies(call: Call) -> None:
-    status, out, _ = call("describe", "beside")
-    assert status == 0 and all(
-        f"beside (of draft {name})" in out for name in ("parallel", "sequential", "tree")
-    )
-    assert out.count("\n  model: ") == 3
-    assert "the folder beside the target's with its name and ``-draft``" in out
-    status, out, _ = call("describe", "averaging")
-    assert status == 0 and "averaging (of prune fastv)" in out
-    assert "FastV.averaging(share: float, depth: int, layer: int = 2)" in out and "on average over" in out
-    for unknown in ("besides", "stages", "_own"):
-        assert f"unknown name {unknown!r}" in call.error("describe", unknown)
-
-
 def test_world_writes_a_video_and_its_truth(call: Call, tmp_path: Path) -> None:
     path, truth = tmp_path / "w.mp4", tmp_path / "w.json"
     assert "20 frames" in call.text("world", "--seed", 5, "--frames", 20, "--out", path, "--truth", truth)
@@ -101,7 +94,9 @@ def test_world_writes_a_video_and_its_truth(call: Call, tmp_path: Path) -> None:
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_eval_needle_gives_accuracy_for_each_length(call: Call, ov: str, tmp_path: Path) -> None:
+def test_eval_needle_gives_accuracy_for_each_length(
+    call: Call, ov: str, tmp_path: Path, random_folder: Folder
+) -> None:
     arguments = f"eval needle --model {ov} --frames 8,16 --samples 2 --seed 4 --videos {tmp_path}".split()
     told = call.object(*arguments, "--json")
     assert set(told["accuracy"]) == {"8", "16"} and told["complete"]
@@ -109,9 +104,6 @@ def test_eval_needle_gives_accuracy_for_each_length(call: Call, ov: str, tmp_pat
     assert len(list(tmp_path.glob("*.mp4"))) == 4
     status, out, _ = call(*arguments, "--recipe", "a_shape", "--kind", "all")
     assert status == 0 and "frames" in out and "pairs computed" in out and "combine" in out
-
-
-def test_eval_needle_documents(call: Call, random_folder: Folder) -> None:
     model = random_folder("tiny-qwen-draft")
     arguments = ("eval", "needle", "--model", model, "--frames", "8", "--samples", 1, "--documents", "--json")
     told = call.object(*arguments)

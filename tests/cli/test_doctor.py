@@ -145,6 +145,19 @@ def test_it_names_one_preset_and_says_what_does_not_fit(call: Call) -> None:
     assert (status, err) == (0, "")
     assert "take film-many-questions: film-many-questions alone fits: " in out and out.count("lacks") == 2
     assert "captions: no, for it takes a draft model" in out
+    told = call.object(*FILM, "--memory", "80GiB", "--draft", "qwen2.5-vl-3b", "--json")
+    assert set(told["presets"]) == {"exact", "long-video", "film-many-questions", "captions", "everything"}
+    assert told["frames"] == 1800 and told["take"] in told["presets"]
+    assert told["presets"][told["take"]]["fits"]
+    live = call.object(*FILM, "--live", "--frames", "40", "--json")
+    assert live["take"] == "stream" and live["frames"] == 40
+    only = call.object(*FILM, "--lossless", "--json")
+    assert set(only["presets"]) == {"exact"}
+    assert [parse_size(text, "") for text in ("24GB", "1.5 gib", "2000000")] == [
+        24 * 10**9,
+        3 << 29,
+        2 * 10**6,
+    ]
 
 
 def test_of_a_cpu_it_counts_one_memory(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,22 +201,3 @@ def test_of_a_device_of_this_machine_short_sessions_are_run(call: Call, monkeypa
     told = call.object(*words, "--device", "cpu", "--memory", "80GB", "--json")["presets"]["exact"]
     assert told["once_s"] == [1.5] and told["first_s"] > told["question_s"] + told["read_s"] + 1.4
     assert call(*words, "--device", "h200")[0] == 0 and len(heard) == 2
-
-
-def test_json_has_each_preset(call: Call) -> None:
-    told = call.object(*FILM, "--memory", "80GiB", "--draft", "qwen2.5-vl-3b", "--json")
-    assert set(told["presets"]) == {"exact", "long-video", "film-many-questions", "captions", "everything"}
-    assert told["frames"] == 1800 and told["take"] in told["presets"]
-    assert told["presets"][told["take"]]["fits"]
-    live = call.object(*FILM, "--live", "--frames", "40", "--json")
-    assert live["take"] == "stream" and live["frames"] == 40
-    only = call.object(*FILM, "--lossless", "--json")
-    assert set(only["presets"]) == {"exact"}
-
-
-def test_sizes_are_decimal_or_binary() -> None:
-    assert [parse_size(text, "") for text in ("24GB", "1.5 gib", "2000000")] == [
-        24 * 10**9,
-        3 << 29,
-        2 * 10**6,
-    ]

@@ -183,9 +183,6 @@ def test_a_map_has_a_cell_for_each_head() -> None:
     cells = [attributes["d"] for tag, attributes in found.tags if tag == "path"]
     assert sorted(len(re.findall("M", one or "")) for one in cells) == [1, 1, 2]
     assert "M0 0h.9v.9h-.9zM1 1h.9v.9h-.9z" in cells and "a <note>" in found.text["li"]
-
-
-def test_a_long_recipe_and_text_that_is_no_utf_8_are_shown() -> None:
     table = {n: {"name": "a_shape"} for n in range(2000)}
     text = render_page(
         {"mine": {"recipe": {"sparse": {"name": "per_head", "table": table}}}},
@@ -199,9 +196,8 @@ def test_more_places_than_tokens_are_told_as_copies() -> None:
     twice = "30 tokens allocated for 21, with copies of retrieved frames"
     assert describe_memory({"held": 20.0, "seen": 21.0}) == "20 of 21 tokens held"
     assert describe_memory({"held": 30.0, "seen": 21.0}) == twice
-
-
-def test_a_stream_s_memory_is_told_in_one_line() -> None:
+    told = describe_draft({"rounds": 16, "proposed": 80, "accepted": 38, "failed": None, "notes": []})
+    assert told == "38 of 80 accepted in 16 rounds, 2.38 a round"
     fits = {"units": 60.0, "window": 60.0, "resident": 60.0, "let_go": 0.0, "clusters": 0.0, "bytes": 2.0**21}
     told = "all 60 steps of time (frames) fit in the window, nothing was clustered or offloaded; device 2 MiB"
     assert summarize_stream_memory(fits, 2**22) == f"memory: {told}; peak 4 MiB"
@@ -251,9 +247,3 @@ def test_the_counters_of_a_memory_fit_a_terminal_and_stand_in_groups() -> None:
     assert max(map(len, lines)) <= COLUMNS and not any(line[-1].isdigit() for line in lines)
     assert [line.split()[0] for line in lines if line[:4] != 4 * " "] == ["memory:", "fetch:", "host:"]
     assert sum(line.count(" s") for line in lines) == len(many), "no figure is broken"
-
-
-def test_a_draft_is_told_as_mmaccel_watch_writes_it() -> None:
-    """Its file has no length of each round."""
-    told = describe_draft({"rounds": 16, "proposed": 80, "accepted": 38, "failed": None, "notes": []})
-    assert told == "38 of 80 accepted in 16 rounds, 2.38 a round"

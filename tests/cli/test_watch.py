@@ -31,6 +31,7 @@ from mmaccel_lab.world import World, write_mp4
 from mmaccel_lab.world.words import QUESTIONS
 from tests.cli import Call
 from tests.media.films import numbers, write_film
+from tests.spies import refusal
 
 SQUARE = PixelSettings(size={"height": 14, "width": 14}, fps=1000.0)  # every frame
 PATCHES = PixelSettings(
@@ -84,18 +85,14 @@ def test_a_long_film_is_shrunk_to_what_the_model_needs(
     ("how", "sentence"),
     [
         ({"frames": 9}, "--frames 9 is more than the 6 frames of PATH: ask for fewer."),
-        ({"frames": 0}, "--frames 0 must be at least 1."),
         ({"max_frames": 0}, "--max-frames 0 must be at least 1."),
-        ({"fps": -1.0}, "--fps -1.0 must be a positive number of frames a second."),
         ({"fps": float("inf")}, "--fps inf must be a positive number of frames a second."),
     ],
 )
 def test_errors_name_the_options_of_the_command(tmp_path: Path, how: dict[str, Any], sentence: str) -> None:
     # The name of the file holds the words that are looked for.
     path = write_film(tmp_path / "frames=fps=.mp4", 6)
-    with pytest.raises(VideoError) as caught:
-        look(path, **how)
-    assert str(caught.value).replace(str(path), "PATH") == sentence
+    assert refusal(lambda: look(path, **how), VideoError).replace(str(path), "PATH") == sentence
 
 
 def test_too_little_memory_names_the_options_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

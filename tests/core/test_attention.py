@@ -277,7 +277,7 @@ def test_its_pairs_are_those_of_the_window(rows: int, keys: int, sinks: int, win
     plan = window_plan(rows, keys, sinks, window, 2, CPU)
     gap = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
     seen = (gap >= 0) & ((gap < window) | (torch.arange(keys) < sinks))
-    count = plan.count_mask()
+    count = plan.spans_per_pair()
     assert count.max() == 1
     assert torch.equal(count[0, 0] > 0, seen) and torch.equal(count[0, 1] > 0, seen)
     # Blocks, of which two at either end of a window are not whole, are all that is computed beside it.

@@ -56,10 +56,8 @@ def test_a_dense_layer(pad: int, sinks: int, window: int | None) -> None:
     query, key, value = tensors()
     told = layout(pad)
     images = BidirectionalImages(SPANS, frozenset({3})).in_new_columns(3, START, told)
-    assert (
-        images is not None
-        and BidirectionalImages(SPANS, frozenset({3})).in_new_columns(2, START, told) is None
-    )
+    assert images is not None
+    assert BidirectionalImages(SPANS, frozenset({3})).in_new_columns(2, START, told) is None
     valid = told.valid if pad else None
     out = images.attend(
         None, (), KVView(key, value, None, sinks, window), valid, query, key, value, D**-0.5, None
@@ -174,7 +172,7 @@ def test_shares_are_equal_and_give_the_plan_s_attention(name: str, cut: tuple[in
     query, plan = query[:, :, start:], plan_of(name, start)
     shares = [shard_plan_for_rank(plan, rank, size) for rank in range(size)]
     assert shard_plan_for_rank(plan, 0, size) is shares[0]
-    assert torch.equal(sum(one.count_mask() for one in shares), plan.count_mask())
+    assert torch.equal(sum(one.spans_per_pair() for one in shares), plan.spans_per_pair())
     assert sum(float(one.count_listed_pairs().sum()) for one in shares) == float(
         plan.count_listed_pairs().sum()
     )

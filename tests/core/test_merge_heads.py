@@ -105,7 +105,7 @@ def test_each_head_keeps_its_own_pairs(scene: Scene, seed: int, lone: bool) -> N
         return
     assert mixed is not None and mixed.heads == heads
     assert torch.equal(mixed.to_mask(), expected)
-    assert mixed.count_mask().max() <= 1
+    assert mixed.spans_per_pair().max() <= 1
     for some, plan in shares:
         if plan is not None:
             listed = plan.count_listed_pairs().expand(-1, len(some))
@@ -142,7 +142,7 @@ def test_biases_and_own_keys_stay_with_their_heads(seed: int) -> None:
         part = replace(plan.parts[0], spans=tuple(spans))
         plans.append(replace(plan, parts=(part, *plan.parts[1:])))
     merged = merge_plans(list(zip(dealt, plans, strict=True)), 6, 3, layout, layout)
-    assert merged is not None and merged.count_mask().max() == 1
+    assert merged is not None and merged.spans_per_pair().max() == 1
     for some, plan in zip(dealt, plans, strict=True):
         columns = plan.to_mask().shape[-1]
         for whole, alone in ((merged.to_mask(), plan.to_mask()), (merged.to_bias(), plan.to_bias())):
@@ -196,15 +196,6 @@ def ranged(heads: int, *ranges: tuple[int, int]) -> AttentionPlan:
     return AttentionPlan((Part(places, spans),), BLOCK, BLOCK, 1, heads, 64, 64)
 
 
-def test_ranges_share_a_slot_where_they_begin_at_nought() -> None:
-    """[5, inf) and [0, inf) become one slot, [0, 5) another: two, not three."""
-    layout, far = TokenLayout.text(1, 64), 2**31 - 1
-    one, two = ranged(1, (0, 5), (5, far)), ranged(1, (0, far))
-    mixed = merge_plans([((0,), one), ((1,), two)], 2, 2, layout, layout)
-    assert mixed is not None
-    assert [(s.lo, s.hi) for s in mixed.parts[0].spans] == [(0, 5), (0, far)]
-
-
 def test_keys_of_all_heads_are_not_repeated_beside_those_of_each() -> None:
     """The dense rows of a grid see all keys, its vertical line those of one class of each head."""
     scene = Scene((tuple(Token(VIDEO, n // 40) for n in range(320)),), heads=8)
@@ -244,6 +235,11 @@ def test_one_share_of_all_heads_is_its_own_plan_and_heads_are_each_named_once() 
     with pytest.raises(ValueError, match="each of 0 to 2 once"):
         merge_plans([((0, 1), None), ((1,), None)], 3, 1, layout, layout)
     assert merge_plans([((0, 2), None), ((1,), None)], 3, 1, layout, layout) is None
+    layout, far = TokenLayout.text(1, 64), 2**31 - 1
+    one, two = ranged(1, (0, 5), (5, far)), ranged(1, (0, far))
+    mixed = merge_plans([((0,), one), ((1,), two)], 2, 2, layout, layout)
+    assert mixed is not None
+    assert [(s.lo, s.hi) for s in mixed.parts[0].spans] == [(0, 5), (0, far)]
 
 
 def test_runs_are_views_of_whole_groups() -> None:
@@ -279,7 +275,7 @@ def test_runs_of_unlike_patterns_stand_side_by_side() -> None:
     kept = [span for part in mixed.parts for span in part.spans if span.hi == slash.hi]
     assert [span.k_row.shape for span in kept] == [slash.k_row.shape] and slash.k_row.shape[1] == 1
     mask = own_masks(shares, 8, scene)
-    assert torch.equal(mixed.to_mask(), mask) and mixed.count_mask().max() == 1
+    assert torch.equal(mixed.to_mask(), mask) and mixed.spans_per_pair().max() == 1
     assert torch.equal(mixed.count_listed_pairs()[:, [1, 6]], shares[1][1].count_listed_pairs())
     out, _ = attend_plan(mixed, query, key, value, scene.size**-0.5, reference.op)
     torch.testing.assert_close(out, masked(query, key, value, mask, scene.size**-0.5), rtol=0, atol=1e-12)

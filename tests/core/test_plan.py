@@ -183,10 +183,10 @@ def test_mask_and_counts_by_hand() -> None:
         for j in range(4, 12):
             want[i, j] = -3 <= i - j < 1
     assert torch.equal(plan.to_mask()[0], want.expand(2, -1, -1))
-    assert int(plan.count_mask().max()) == 1
+    assert int(plan.spans_per_pair().max()) == 1
     assert plan.count_listed_pairs().tolist() == [[8 * 4 + 4 * 8] * 2]
     twice = replace(plan, parts=(plan.parts[0], plan.parts[0]))
-    assert int(twice.count_mask().max()) == 2
+    assert int(twice.spans_per_pair().max()) == 2
     assert torch.equal(plan.to("cpu").to_mask(), plan.to_mask())
 
 
@@ -222,9 +222,6 @@ def test_a_part_comes_in_its_own_order_and_a_plan_in_that_of_the_query() -> None
     out, lse = attend_plan(lone, query, key, value, 0.5, reference.op)
     assert torch.equal(out[:, :, part.q_row[0, 0].long()], ordered)
     assert (out[:, :, 1::2] == 0).all() and (lse[:, :, 1::2] == -torch.inf).all()
-
-
-def test_no_parts_give_zeros() -> None:
     plan = replace(two_parts(), parts=())
     query, key = torch.ones(1, 2, 8, 8), torch.ones(1, 1, 12, 8)
     out, lse = attend_plan(plan, query, key, key, 0.5, reference.op)

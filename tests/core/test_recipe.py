@@ -21,6 +21,7 @@ from mmaccel.core.registry import Registry, registry
 from mmaccel.policies.kv import Window
 from mmaccel.policies.sparse import AShape
 from mmaccel.policies.sparse.grid import MOST_STRIDE
+from tests.spies import refusal
 
 
 def test_the_default_is_the_plain_model_and_frozen() -> None:
@@ -30,6 +31,9 @@ def test_the_default_is_the_plain_model_and_frozen() -> None:
     assert Recipe.load() == recipe == Recipe.load({})
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.chunk = 64  # type: ignore[misc]
+    assert Recipe.load("a_shape", dense_tail=0).dense_tail == 0
+    assert Recipe.load(Recipe(chunk=128), sparse="a_shape") == Recipe(chunk=128, sparse=AShape())
+    assert Recipe.load("a_shape", sparse={"name": "a_shape", "window": 64}).sparse == AShape(window=64)
 
 
 @pytest.mark.parametrize("name", presets())
@@ -79,6 +83,10 @@ def test_yaml_file_round_trip(tmp_path: Path) -> None:
     path.write_text(recipe.to_yaml())
     assert Recipe.load(path) == recipe == Recipe.load(str(path))
     assert read_recipe_fields(path)["sparse"] == {"name": "a_shape", "block": 64, "sink": 16, "window": 96}
+    path = tmp_path / "off.yaml"
+    for said in ("off", "{name: off}"):
+        path.write_text(f"sparse: a_shape\ndraft: {said}\n")
+        assert Recipe.load(path).draft.name == "off"
 
 
 def test_a_written_recipe_has_a_version_which_is_checked(tmp_path: Path) -> None:
@@ -96,13 +104,6 @@ def test_a_written_recipe_has_a_version_which_is_checked(tmp_path: Path) -> None
         assert read_recipe_fields(path)["version"] == version
     with pytest.raises(RecipeError, match="version: 9; "):
         Recipe.load({"version": 9})
-
-
-def test_yaml_off_is_no_draft(tmp_path: Path) -> None:
-    path = tmp_path / "off.yaml"
-    for said in ("off", "{name: off}"):
-        path.write_text(f"sparse: a_shape\ndraft: {said}\n")
-        assert Recipe.load(path).draft.name == "off"
 
 
 def test_a_table_counts_from_the_folder_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,19 +155,9 @@ def test_every_path_counts_from_the_folder_of_its_file(tmp_path: Path, monkeypat
     assert Path(Recipe.load("mine.yaml").draft.model).is_absolute()
 
 
-def test_choices_replace_fields() -> None:
-    assert Recipe.load("a_shape", dense_tail=0).dense_tail == 0
-    assert Recipe.load(Recipe(chunk=128), sparse="a_shape") == Recipe(chunk=128, sparse=AShape())
-    assert Recipe.load("a_shape", sparse={"name": "a_shape", "window": 64}).sparse == AShape(window=64)
-
-
 def sentence(source: object = None, **choices: object) -> str:
     """The message of the error that a wrong recipe raises; one line that ends with a full stop."""
-    with pytest.raises(RecipeError) as caught:
-        Recipe.load(source, **choices)  # type: ignore[arg-type]
-    told = str(caught.value)
-    assert "\n" not in told and told.endswith(".")
-    return told
+    return refusal(lambda: Recipe.load(source, **choices), RecipeError)
 
 
 def test_unknown_names_give_the_nearest_and_the_list() -> None:

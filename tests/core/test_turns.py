@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmaccel.core.decoding.generate import CallEnded, Deadline
-from mmaccel.core.decoding.worker import BackgroundSender, Blob
+from mmaccel.core.decoding.worker import Blob, Outbox
 from mmaccel.core.errors import DraftError
 from mmaccel.core.streams import parts
 from mmaccel.core.streams.parts import FairLock
@@ -211,7 +211,7 @@ def refuse(kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
 @pytest.mark.parametrize("send", [drop, refuse])
 def test_nothing_of_a_prompt_is_kept_whether_it_leaves_or_not(send: Any) -> None:
     """An error holds the frames that it came through, and these the pixels: a failed prompt must not stay that way."""
-    outbox, pixels = BackgroundSender(send), torch.zeros(8)
+    outbox, pixels = Outbox(send), torch.zeros(8)
     gone = weakref.ref(pixels)
     outbox.put(1, (), lambda pixels=pixels: [pixels.numpy().data])  # type: ignore[misc]
     outbox.wait(FAR_S)
@@ -221,7 +221,7 @@ def test_nothing_of_a_prompt_is_kept_whether_it_leaves_or_not(send: Any) -> None
 
 
 def test_a_prompt_is_not_kept_while_the_next_one_leaves() -> None:
-    outbox, going = BackgroundSender(drop), threading.Event()
+    outbox, going = Outbox(drop), threading.Event()
     pixels = torch.zeros(8)
     gone = weakref.ref(pixels)
 
@@ -245,7 +245,7 @@ def test_a_prompt_is_not_kept_while_the_next_one_leaves() -> None:
 
 def test_the_thread_may_come_to_end_its_own_worker() -> None:
     """A worker that nobody has any more is ended by whatever thread collects garbage: the one of its outbox, too."""
-    outbox, waited = BackgroundSender(drop), threading.Event()
+    outbox, waited = Outbox(drop), threading.Event()
 
     def collects() -> list[Blob]:
         outbox.wait()
@@ -258,7 +258,7 @@ def test_the_thread_may_come_to_end_its_own_worker() -> None:
 
 
 def test_a_thread_that_cannot_be_started_leaves_nothing_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    outbox, sent = BackgroundSender(lambda kind, *numbers, blob=(): sent.append(kind)), list[int]()
+    outbox, sent = Outbox(lambda kind, *numbers, blob=(): sent.append(kind)), list[int]()
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="new thread"):
         broken(patched, threading.Thread, "start", RuntimeError("can't start new thread"))
         outbox.put(1, (), lambda: [])
@@ -270,7 +270,7 @@ def test_a_thread_that_cannot_be_started_leaves_nothing_on_the_way(monkeypatch: 
 
 
 def test_a_thread_that_is_ended_from_within_does_not_stay_busy() -> None:
-    outbox = BackgroundSender(drop)
+    outbox = Outbox(drop)
     outbox.put(1, (), Mock(side_effect=SystemExit))
     outbox.wait(FAR_S)
     assert not outbox.is_sending and "SystemExit" in str(outbox.error)

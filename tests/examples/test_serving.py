@@ -89,9 +89,7 @@ def test_a_camera_to_alerts(served: Served, film: Path) -> None:
 
 
 def test_a_stream_over_the_socket(served: Served, film: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = asyncio.run(
-        example("handle_stream_socket").talk(served.url, str(film), "Describe the video.", 20.0)
-    )
+    answer = asyncio.run(example("stream_socket").talk(served.url, str(film), "Describe the video.", 20.0))
     assert answer["text"] in capsys.readouterr().out
     assert (
         max(one["frames"][1] for one in answer["evidence"]) <= 20

@@ -1,6 +1,7 @@
 """Inputs that are not a readable video or image: each gives one sentence, in time, and no other file is opened."""
 
 import os
+import re
 import resource
 import socket
 import time
@@ -21,7 +22,7 @@ from mmaccel.core.errors import VideoError
 from mmaccel.media.preprocess import load_frames, load_image
 from mmaccel.media.video import orientation_flips
 from tests.media.films import png, set_matrix
-from tests.spies import beside, finish
+from tests.spies import beside, finish, refusal
 
 Film = Callable[[str], Path]
 
@@ -90,9 +91,7 @@ def test_names_that_no_file_has(tmp_path: Path) -> None:
         ("/dev/zero", "is a device: name its format"),
         ("", "no file"),
     ):
-        with pytest.raises(VideoError, match=told) as caught:
-            media.read(name)
-        assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+        assert re.search(told, refusal(lambda name=name: media.read(name), VideoError))
 
 
 @pytest.mark.parametrize("piped", [False, True])

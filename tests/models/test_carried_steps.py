@@ -173,10 +173,7 @@ def test_captured_steps_answer_as_modules_do(kind: str, kv: str, monkeypatch: py
     model, _ = stream_pair(kind)
     before = {}
     seen = heard(
-        monkeypatch,
-        step.CapturedStreamSteps,
-        "run_captured_step",
-        lambda steps, given, embeds, *_: len(embeds),
+        monkeypatch, step.CapturedStreamSteps, "run_step", lambda steps, given, embeds, *_: len(embeds)
     )
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -86,7 +86,7 @@ def _shifted(*given: Any) -> Any:
     return replace(made, shift=(made.shift + 1) % made.stride)
 
 
-frame_phases, near_and_first = grid.frame_phases, AttentionRegion.window_and_sink
+frame_phases, near_and_first = grid.estimate_frame_phases, AttentionRegion.window_and_sink
 strongest, shares = VerticalSlash._strongest, BlockTopK._shares
 PATTERNS: dict[str, tuple[Any, str, Any]] = {
     "a_shape": (

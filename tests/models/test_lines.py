@@ -358,7 +358,7 @@ def test_the_first_lines_that_fit() -> None:
     head, each = len(timed_text.LEAD), len("\n[0:00:00] red star")
     for room, count in ((head + 3 * each, 3), (head + 2 * each + 1, 2), (head, 0), (head + 5 * each + 2, 5)):
         read.clear()
-        found, text, made = timed_text.fit_lines_to_tokens(best, room, ids)
+        found, text, made = timed_text.trim_lines_to_tokens(best, room, ids)
         assert len(found) == count and text.encode() == bytes(made.tolist()) and len(made) <= room
         assert found == tuple(sorted([best[n] for n in (0, 1, 3, 5, 6)][:count]))
         assert sum(map(len, read)) <= 20 * room

@@ -234,10 +234,7 @@ def test_steps_are_made_ready_before_the_first_token(kv: str, monkeypatch: pytes
     with opened("random-ov", MEMORIES[kv]) as session:
         plain, length = session.ask(QUESTION, 8), session._live.state.length()
         ran = heard(
-            monkeypatch,
-            step.CapturedStreamSteps,
-            "run_captured_step",
-            lambda steps, given, embeds, *_: len(embeds),
+            monkeypatch, step.CapturedStreamSteps, "run_step", lambda steps, given, embeds, *_: len(embeds)
         )
         monkeypatch.setattr(CudaGraphCache, "is_captured", lambda *given: len(ran) >= 2)
         assert told(session.ask(QUESTION, 8)) == told(plain)

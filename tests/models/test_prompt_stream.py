@@ -154,7 +154,7 @@ def test_a_conversation_s_last_words_search(name: str, monkeypatch: pytest.Monke
 def test_a_batch_holds_one_memory_at_a_time(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = BUILD["llava"]()
     prompts = [prompt("llava", [("text", 6), ("video", 12), ("text", 9)], seed) for seed in range(3)]
-    opened, states = Accelerated.register_state, list[weakref.ref[Any]]()
+    opened, states = Accelerated.track_kv_state, list[weakref.ref[Any]]()
 
     def noted(self: Accelerated, state: Any, holder: object) -> Any:
         gc.collect()
@@ -162,7 +162,7 @@ def test_a_batch_holds_one_memory_at_a_time(kv: str, monkeypatch: pytest.MonkeyP
         states.append(weakref.ref(state))
         return opened(self, state, holder)
 
-    monkeypatch.setattr(Accelerated, "register_state", noted)
+    monkeypatch.setattr(Accelerated, "track_kv_state", noted)
     with mmaccel.accelerate(model, kv=TIGHT[kv]):
         model.generate(**batch("llava", prompts), max_new_tokens=2, do_sample=False, pad_token_id=0)
     assert len(states) == 3

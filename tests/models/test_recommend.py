@@ -188,7 +188,7 @@ def test_a_layer_of_few_rows_is_timed_as_a_session_s_captured_step_runs_it(monke
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     ran: list[int] = []
     layers = heard(
-        monkeypatch, step.CapturedStreamSteps, "run_captured_step", lambda steps, run, embeds, *_: len(embeds)
+        monkeypatch, step.CapturedStreamSteps, "run_step", lambda steps, run, embeds, *_: len(embeds)
     )
     few = _few_rows(pair("random-ov")[0])
     for _ in range(3):

@@ -240,10 +240,8 @@ def test_sessions_run_on_a_loaded_model(family: str, kind: str, monkeypatch, tmp
     sizes = model_sizes_of(model, (42, 70), processor=processor)
     kv = "full" if kind == "call" else CLUSTERED
     recipe, one = Recipe.load(kv=kv), work(**KINDS[kind])
-    before, store = (
-        torch.get_rng_state(),
-        CostFile(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict),
-    )
+    before = torch.get_rng_state()
+    store = CostFile(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict)
     slow = replace(DEVICE, name="cpu")
     found = rehearsal.add_measured_overheads(
         slow, CPU, sizes, model, (42, 70), [recipe], one, processor=processor, store=store

@@ -56,11 +56,8 @@ def test_layers_are_dealt_out_evenly() -> None:
 
 def test_runs_begin_and_end_at_home() -> None:
     assert loading.group_layers_by_device([CPU, CPU], CPU) == [(CPU, [0, 1])]
-    assert loading.group_layers_by_device([CPU, OTHER, OTHER], CPU) == [
-        (CPU, [0]),
-        (OTHER, [1, 2]),
-        (CPU, []),
-    ]
+    three = loading.group_layers_by_device([CPU, OTHER, OTHER], CPU)
+    assert three == [(CPU, [0]), (OTHER, [1, 2]), (CPU, [])]
     assert loading.group_layers_by_device([OTHER, CPU], CPU) == [(CPU, []), (OTHER, [0]), (CPU, [1])]
 
 

@@ -103,7 +103,7 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
         live.state._keeps = True
         layers, run = (
             len(list(live.adapter.family.layers(live.adapter.model))),
-            step.CapturedStreamSteps.run_captured_step,
+            step.CapturedStreamSteps.run_step,
         )
 
         def noted(steps: Any, *given: Any) -> Any:
@@ -114,7 +114,7 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
             passes.append((+calls.captured, +calls.launched))
             return out
 
-        monkeypatch.setattr(step.CapturedStreamSteps, "run_captured_step", noted)
+        monkeypatch.setattr(step.CapturedStreamSteps, "run_step", noted)
         for _ in range(4):
             session.ask(QUESTION, 3)
     captured, _ = passes[-3]
@@ -178,10 +178,7 @@ def test_steps_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.
             return [*said, turn.step(torch.tensor([[8, 4, 3, 12, 5]]))]
 
     passes = heard(
-        monkeypatch,
-        step.CapturedStreamSteps,
-        "run_captured_step",
-        lambda adapter, run, embeds, *_: len(embeds),
+        monkeypatch, step.CapturedStreamSteps, "run_step", lambda adapter, run, embeds, *_: len(embeds)
     )
     with opened(name, KV[kv]) as session:
         wanted, said = [logits(session), *behind(session)], session.ask(QUESTION, 6)
@@ -265,7 +262,7 @@ def test_a_model_that_was_once_asked_for_its_attention_is_served_as_any(monkeypa
         model(input_ids=torch.tensor([[3, 4, 5]]), output_attentions=True)
     assert any(layer._forward_hooks for layer in model.model.language_model.layers)
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    passes = heard(monkeypatch, step.CapturedStreamSteps, "run_captured_step", lambda *_: 1)
+    passes = heard(monkeypatch, step.CapturedStreamSteps, "run_step", lambda *_: 1)
     with mmaccel.VideoSession(model, processor, None, kv=KV["rekv"]) as session:
         session.watch(film(25), fps=FPS)
         session.ask(QUESTION, 2)
@@ -274,7 +271,7 @@ def test_a_model_that_was_once_asked_for_its_attention_is_served_as_any(monkeypa
 
 def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    monkeypatch.setattr(step.CapturedStreamSteps, "run_captured_step", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(step.CapturedStreamSteps, "run_step", Mock(side_effect=AssertionError))
     with opened("random-ov", KV["rekv"]) as session:
         with pytest.raises(AssertionError):
             logits(session)

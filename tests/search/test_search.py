@@ -59,7 +59,7 @@ def test_a_table_is_whole_and_says_what_it_is_about(found: Any) -> None:
     assert json.loads(path.read_text()) == table and not path.with_name("table.json.parts").exists()
     assert table["kind"] == "mmaccel heads" and table["schema"] == 1
     assert table["model"]["layers"] == 2 and table["model"]["type"] == model.config.model_type
-    assert table["weights"] == adapter_for(model).weights_digest(model)
+    assert table["weights"] == adapter_for(model).qk_checksum(model)
     assert table["sample"]["tokens"] == prompt(kind, PIECES)["input_ids"].shape[1]
     assert table["modalities"] == ["text", "video"] and table["peak_bytes"] > 0 and table["seconds"] > 0
     assert [len(layer) for layer in table["layers"]] == [4] * 2

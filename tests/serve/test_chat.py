@@ -73,6 +73,11 @@ def test_an_address_may_be_a_plain_text(served: Served) -> None:
         served.chat([one, text()], max_tokens=4).json()["choices"] for one in (short, video(frames_url()))
     ]
     assert told[0] == told[1]
+    assert served.engine.settings.folder is not None
+    whole = served.engine.settings.folder / "bars.mp4"
+    for url in ("file:bars.mp4", f"file://{whole}", f"file:{whole}"):
+        answer = served.chat([video(url), text()], mmaccel={"frames": 4}, max_tokens=2)
+        assert answer.status_code == 200, answer.text
 
 
 def test_evidence_names_frames_and_shows_them(served: Served) -> None:
@@ -101,9 +106,6 @@ def test_a_video_is_read_once_for_two_questions(served: Served, tmp_path: Path) 
     assert served.engine.metrics.hits._value.get() == before + 1
     counts = [one["mmaccel"]["report"]["kv"]["questions"] for one in (first, again, other)]
     assert counts == [1, 2, 1]
-
-
-def test_kept_videos_are_few_and_none_goes_while_it_is_asked(served: Served) -> None:
     for count in range(10, 17):
         served.chat([video(frames_url(count)), text()], mmaccel={"recipe": "mosaic"}, max_tokens=1)
     assert len(served.engine.kept._videos) == served.engine.settings.limits.kept
@@ -126,14 +128,6 @@ def test_conversations_images_and_text(client: Any) -> None:
     said, rows = plainly(content, "fastv", max_new_tokens=6)
     assert answer["choices"][0]["message"]["content"] == said
     assert answer["usage"]["prompt_tokens"] == rows and answer["mmaccel"]["recipe"] == "fastv"
-
-
-def test_a_file_of_the_folder(served: Served) -> None:
-    assert served.engine.settings.folder is not None
-    whole = served.engine.settings.folder / "bars.mp4"
-    for url in ("file:bars.mp4", f"file://{whole}", f"file:{whole}"):
-        answer = served.chat([video(url), text()], mmaccel={"frames": 4}, max_tokens=2)
-        assert answer.status_code == 200, answer.text
 
 
 def test_stop_texts_end_an_answer_and_are_not_said(served: Served) -> None:

@@ -13,6 +13,7 @@ from mmaccel_lab.world import COLOURS, SCENES, SHAPES, World, render, write_mp4
 from mmaccel_lab.world.drawing import ASPECT, CARD_WIDTH, CHUNK_PIXELS, PAPER
 from mmaccel_lab.world.scenery import wave
 from mmaccel_lab.world.shapes import POLYGONS, REACH, SIZE, atlas, polygon_distance
+from tests.spies import refusal
 
 Table = dict[str, Tensor]
 
@@ -153,9 +154,8 @@ def test_long_drift_does_not_jump() -> None:
 
 @pytest.mark.parametrize("size", [(0, 10), (10, 0), (-1, 5)])
 def test_sides_below_one_pixel(table: Table, size: tuple[int, int]) -> None:
-    with pytest.raises(WorldError) as caught:
-        render(table, *size)
-    assert str(caught.value) == f"height and width must be at least 1 pixel, not {size[0]}x{size[1]}."
+    told = refusal(lambda: render(table, *size), WorldError)
+    assert told == f"height and width must be at least 1 pixel, not {size[0]}x{size[1]}."
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -245,6 +245,4 @@ def test_nothing_is_left_of_a_broken_run(world: World, tmp_path: Path) -> None:
 def test_bad_request(world: World, tmp_path: Path, arguments: dict[str, object], sentence: str) -> None:
     arguments = dict(arguments)
     path = tmp_path / str(arguments.pop("path", "world.mp4"))
-    with pytest.raises(WorldError) as caught:
-        write_mp4(world, path, **arguments)  # type: ignore[arg-type]
-    assert str(caught.value) == sentence.format(tmp_path)
+    assert refusal(lambda: write_mp4(world, path, **arguments), WorldError) == sentence.format(tmp_path)

@@ -25,6 +25,7 @@ from mmaccel_lab.world import (
     render,
     vocabulary,
 )
+from tests.spies import refusal
 
 LENGTHS = (1, 2, 3, 8, 33, 256)
 
@@ -309,6 +310,4 @@ UNKNOWN = "unknown question kind 'weather'; choose from "
     ],
 )
 def test_bad_request(call: Callable[[], object], sentence: str) -> None:
-    with pytest.raises(WorldError) as caught:
-        call()
-    assert str(caught.value) == sentence
+    assert refusal(call, WorldError) == sentence

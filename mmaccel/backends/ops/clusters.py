@@ -121,7 +121,8 @@ def scores_and_preceding(
     score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Set the score [R, C] of excluded clusters to -inf; return it, and how many entries better-scored clusters hold, [R, C]
-    long. Excluded: clusters whose `parent` [R, C] is V (none) or in the mask `without` [R, V]; without these, empty ones."""
+    long. Excluded are clusters whose `parent` [R, C] is V (none) or set in the mask `without` [R, V]; if either is None,
+    empty clusters instead."""
     hidden = (
         size == 0 if parent is None or without is None else pad(without, (0, 1), value=True).gather(1, parent)
     )

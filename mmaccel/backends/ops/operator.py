@@ -73,10 +73,11 @@ class Architecture:
 class DeviceLimits:
     """Resources of one device for kernel launches.
 
-    shared, resident  as in `Architecture`, but of this device
-    columns           as in `Architecture`
-    processors        number of multiprocessors
-    memory            bytes of device memory
+    shared      bytes of shared memory available to one thread block
+    resident    bytes of shared memory of one multiprocessor
+    columns     smallest N dimension of a tensor-core product
+    processors  number of multiprocessors
+    memory      bytes of device memory
     """
 
     shared: int

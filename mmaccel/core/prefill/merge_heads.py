@@ -128,9 +128,10 @@ class TensorPacker:
     def record_write(
         self, to: PackedSlice, heads: Sequence[int], t: Tensor, begin: int, more: int = 0, shift: int = 0
     ) -> None:
-        """Record that `t` [b or 1, heads or 1, n, ...], plus `more`, be written into columns `begin` on of `heads` in `to`.
+        """Record a write of `t` [b or 1, heads or 1, n, ...] plus `more` to columns `begin` on of the heads `heads` in `to`.
 
-        In block lists, `more` is added only to the offset at which each list begins, and `shift` to its last number.
+        Where `to` holds rows of block lists (`BlockLists.row`), `more` is added to their first number only, and `shift` to
+        their last.
         """
         slots = [head - to.first for head in heads] if to.shape[1] > 1 else [0]
         row = prod(to.shape[3:])

@@ -176,12 +176,12 @@ class AttentionPlan:
                 found.setdefault(id(span.key), (span.key, span.value))
         return list(found.values())
 
-    def count_mask(self) -> Tensor:
+    def spans_per_pair(self) -> Tensor:
         """Return [B, H, n_query, n_key] uint8: in how many spans each pair is; above 1 is a bug. `own_keys` follow."""
         return self._scattered(torch.uint8, lambda span: torch.ones_like(span.k_row, dtype=torch.uint8))
 
     def to_bias(self) -> Tensor:
-        """Return what spans add to the logit of each pair, float32, in the shape of `count_mask`."""
+        """Return what spans add to the logit of each pair, float32, in the shape of `spans_per_pair`."""
 
         def bias(span: KeySpan) -> Tensor:
             return torch.zeros_like(span.k_row, dtype=torch.float32) if span.bias is None else span.bias
@@ -218,7 +218,7 @@ class AttentionPlan:
     def to_mask(self) -> Tensor:
         """Return [B, H, n_query, n_key] bool: exactly the pairs that this plan computes, followed by columns of `own_keys`.
         For tests and pictures, not for long inputs."""
-        return self.count_mask() > 0
+        return self.spans_per_pair() > 0
 
     def count_listed_pairs(self) -> Tensor:
         """Return [B, H] float64: present query rows times present keys, summed over the listed blocks; no host read."""

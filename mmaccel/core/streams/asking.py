@@ -40,8 +40,8 @@ from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
 from mmaccel.core.streams.timed_text import (
     TOKENS,
     TimedText,
-    fit_lines_to_tokens,
     lines_for_question,
+    trim_lines_to_tokens,
     unit_layer_shares,
 )
 
@@ -298,7 +298,7 @@ class QuestionRunner(Runner):
     def run_text_lines(self, lines: Sequence[TimedText], room: int, rest: Tensor) -> None:
         """Run those of `lines` that fit into `room` tokens, then the `rest` [n] of the prompt, behind the question."""
         assert isinstance(self.adapter, StreamAdapter)
-        self.lines, text, ids = fit_lines_to_tokens(lines, room, self.adapter.text_ids)
+        self.lines, text, ids = trim_lines_to_tokens(lines, room, self.adapter.text_ids)
         if len(self.lines) < len(lines):
             self.meter.add_note(f"text: {len(lines) - len(self.lines)} of {len(lines)} lines found no room")
         self.tokens_left -= len(ids)

@@ -137,7 +137,8 @@ class AttentionRecordingMemory(WrappedMemory):
         return view
 
     def recorded_attention(self, score: Callable[..., Tensor] | None = None) -> QuestionAttention:
-        """Return the attention that the question paid to frames, or the scores that `score` gives the tokens seen."""
+        """Return the question's attention to each visual token that it saw, a row for each group of layers; with `score` (of
+        hidden states), one row: its scores of these tokens."""
         groups, unit = self._stage.attention, self._stream.tokens_per_unit
         if not self._heard:
             none, rows = torch.zeros(0, dtype=torch.long), 1 if score else len(groups)

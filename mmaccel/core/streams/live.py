@@ -234,8 +234,8 @@ class AsyncVideoSession:
         return self.session.counters()
 
     def clusters(self) -> dict[str, Tensor]:
-        """Return level name -> cluster index [L or 1, N] at each layer, for a memory that clusters frames, else {}. Each
-        step of time in `shown` has N / len(shown) consecutive entries."""
+        """Return level name -> cluster [L or 1, N] of each stored entry at each layer (1: all layers share it), for a memory
+        that clusters frames; else {}. Entries are in order of time, N / len(shown) for each time step of `shown`."""
         return self.session.clusters()
 
     def __len__(self) -> int:

@@ -332,9 +332,8 @@ class VideoSession(FrameIntake):
         return whole.report(self.recipe.to_dict(), own.backend, counters, device, why)
 
     def clusters(self) -> dict[str, Tensor]:
-        """Return level name -> cluster index [L or 1, N] at each layer, for a memory that clusters frames, else {}.
-
-        Each step of time in `shown` has N / len(shown) consecutive entries.
+        """Return level name -> cluster [L or 1, N] of each stored entry at each layer (1: all layers share it), for a memory
+        that clusters frames; else {}. Entries are in order of time, N / len(shown) for each time step of `shown`.
         """
         with self._stream_adapter.turns.holding():
             return {} if self._live is None else self._live.state.clusters()

@@ -177,7 +177,7 @@ def lines_for_question(
     return sorted((one for one in reversed(lines) if worth[one] > 0), key=lambda one: -worth[one])
 
 
-def fit_lines_to_tokens(
+def trim_lines_to_tokens(
     lines: Sequence[TimedText], room: int, ids: Callable[[str], Tensor]
 ) -> tuple[tuple[TimedText, ...], str, Tensor]:
     """Return the first of `lines` that fit into `room` tokens together, in order of time; their text, and its `ids` [n].

@@ -17,7 +17,7 @@ from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import free_host_bytes
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, grow_buffer
 from mmaccel.policies.kv._window import Pair, PassState, Ring
-from mmaccel.policies.kv.store.slabs import split_units
+from mmaccel.policies.kv.store.slabs import view_by_unit
 
 SHARE = 0.5
 """Of the memory that is free when an ingestion begins: the rest is for a pass's own values and for the index."""
@@ -136,7 +136,7 @@ def unit_means(pairs: Sequence[Pair], side: int, tokens: int) -> Tensor:
     made, sides = list[Tensor](), [pair[side] for pair in pairs]
     for layers in layer_ranges(len(sides), sides[0].shape[2] // tokens):
         rows = torch.cat(sides[layers.start : layers.stop]) if len(layers) > 1 else sides[layers.start]
-        made.append(split_units(rows, tokens).mean(3, dtype=torch.float32).transpose(1, 2).flatten(2))
+        made.append(view_by_unit(rows, tokens).mean(3, dtype=torch.float32).transpose(1, 2).flatten(2))
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
@@ -258,7 +258,7 @@ class IngestState(PassState):
         cos, sin = self.rope.cached(
             "ingested",
             lambda: torch.cat(
-                [made.prompt_head_positions(), made.by_time(self._first, count, self._base)], -1
+                [made.positions_before_video(), made.by_time(self._first, count, self._base)], -1
             ),
         )
         query = self.rope.apply(query, (cos[:, :, -rows:], sin[:, :, -rows:]))

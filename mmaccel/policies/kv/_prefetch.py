@@ -15,7 +15,7 @@ from mmaccel.backends.ops import clusters
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store import HostStore
-from mmaccel.policies.kv.store.slabs import QueueMark, split_units
+from mmaccel.policies.kv.store.slabs import QueueMark, view_by_unit
 
 COUNTED = ("needed", "cached", "covered", "missing", "guessed", "ahead", "in_time")
 WINDOW, CACHE, AHEAD = "window", "cache", "ahead"
@@ -165,7 +165,7 @@ class Prefetcher:
         if code is None:
             gone = [unit for unit in entries.tolist() if unit < self._first]
             near = [
-                split_units(side[0], tokens).index_select(1, entries[len(gone) :] - self._first)
+                view_by_unit(side[0], tokens).index_select(1, entries[len(gone) :] - self._first)
                 for side in window
             ]
             far = torch.stack(self._store.fetch(layer, gone))
@@ -175,7 +175,7 @@ class Prefetcher:
 
         def lay() -> None:
             for side, rows in enumerate(window):
-                held[:, side] = split_units(rows[0], tokens).transpose(0, 1)
+                held[:, side] = view_by_unit(rows[0], tokens).transpose(0, 1)
 
         self._store.lanes.compute_queue.run(lay)
         asked, ready = self._gather(code, out)
@@ -199,7 +199,7 @@ class Prefetcher:
         count, skip = min(self.room, len(entries)), max(0, len(entries) - self.room)
         if count:
             place = self._place(CACHE)[layer * self.room :][:count]
-            units = split_units(rows, self._store.shape.tokens)[:, :, skip:].permute(2, 0, 1, 3, 4)
+            units = view_by_unit(rows, self._store.shape.tokens)[:, :, skip:].permute(2, 0, 1, 3, 4)
             self._store.lanes.compute_queue.run(partial(place.copy_, units))
             self._cached[layer, :count] = entries[skip:]
             self._cached[layer, count:].fill_(NEVER)

@@ -23,7 +23,7 @@ from mmaccel.policies.kv._ingest import Bases
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv._window import Angles, Look, Pair, QuestionView, words_of
 from mmaccel.policies.kv._windowed import StreamMemory
-from mmaccel.policies.kv.store.slabs import split_units
+from mmaccel.policies.kv.store.slabs import view_by_unit
 
 ALL = 1 << 62
 """As many summary tokens as there are clusters."""
@@ -112,7 +112,7 @@ class ArchivedMemory(StreamMemory):
         # One launch for the thousands of rows of a pass, which a question's kernel would go through one after the other.
         mean = replays.get_buffer("mean", (query.shape[1], 1, query.shape[3]), torch.float32)
         torch.mean(query[0], 1, True, dtype=torch.float32, out=mean)
-        turned = self.rope.rotated_dims(positions.prompt_head_positions())
+        turned = self.rope.rotated_dims(positions.positions_before_video())
         size = 2, 1, 1, min(budget, len(now.entries)) * positions.tokens, turned
         room = replays.get_buffer("angles of a pass", size, self.stream.dtype)  # of all layers, in turn
         (base, slots), most = self._pass_slots, positions.time_slot_count(self._first)
@@ -216,7 +216,7 @@ class ArchivedMemory(StreamMemory):
             ready = self.prefetcher.copy_units(layer, entries, code, recalled, out, window)
         elif ring is not None:  # of the first unit all frames have come
             for side, rows in enumerate((ring.key, ring.value)):
-                split_units(out[side], unit).copy_(split_units(rows[0], unit).index_select(1, entries))
+                view_by_unit(out[side], unit).copy_(view_by_unit(rows[0], unit).index_select(1, entries))
         if ahead is not None:
             self.prefetcher.prefetch(layer + 1, ahead)
         angles, asked.bias = self._stand(layer, found, entries, few, name, raw)
@@ -301,7 +301,7 @@ class ArchivedMemory(StreamMemory):
             return self.rope.cached(
                 ("ranks", len(entries)), lambda: unit_positions(positions, entries, count, compact)
             ), None
-        size = 2, 1, 1, out.shape[2], self.rope.rotated_dims(positions.prompt_head_positions())
+        size = 2, 1, 1, out.shape[2], self.rope.rotated_dims(positions.positions_before_video())
         room = self.replays.get_buffer("angles", size, self.stream.dtype)  # of all layers, in turn
         left = self._numbers[2 + layer, None] if name is not None and self.replays.works else None
 

@@ -128,7 +128,7 @@ class StreamMemory(IngestState):
     def view(self, layer: int, query: Tensor) -> KVView:
         stream_pass, key, value = self._appended(layer)
         if stream_pass.kind == "head":
-            angles = self.rope.cached("head", self.stream.positions.prompt_head_positions)
+            angles = self.rope.cached("head", self.stream.positions.positions_before_video)
             self._fresh[layer] = self.rope.apply(key, angles)
             return KVView(self._fresh[layer], value, query=self.rope.apply(query, angles))
         show = self._encode if stream_pass.kind == "units" else self._answer
@@ -389,7 +389,7 @@ class StreamMemory(IngestState):
         }
         found = checkpoint_io.read_tensors(folder / "window.safetensors", wanted, self.device)
         self.rope.forget()
-        head = self.rope.cached("head", stream.positions.prompt_head_positions)
+        head = self.rope.cached("head", stream.positions.positions_before_video)
         for name, rings in (("head", self._heads), ("window", self._rings)):
             for layer in range(geometry.layers if name in columns else 0):
                 key, value = (found[f"{name}.{layer}.{side}"] for side in ("key", "value"))

@@ -240,7 +240,7 @@ class FullAttentionStream(PassState):
         stream_pass, positions = self._stream_pass, self.stream.positions
         assert stream_pass is not None
         if stream_pass.kind == "head":
-            return positions.prompt_head_positions()
+            return positions.positions_before_video()
         if stream_pass.kind == "units":
             return positions.by_time(stream_pass.first, stream_pass.count)
         return self._after(self._count, self._extra, stream_pass, own=True)

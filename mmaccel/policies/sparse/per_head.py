@@ -155,7 +155,7 @@ class PerHead(SparsePattern):
             )
         # Digests are made where the file names the weights it was searched on.
         weights = None if file is None else file.get("weights")
-        if weights is not None and adapter.weights_digest(whole) not in (None, weights):
+        if weights is not None and adapter.qk_checksum(whole) not in (None, weights):
             warn(
                 f"per_head: table {self.table!r} was searched on other weights of this architecture; "
                 "run `mmaccel search` on this model for patterns that fit its heads."

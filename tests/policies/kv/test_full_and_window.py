@@ -197,9 +197,6 @@ def test_a_view_is_a_slice_of_the_buffer() -> None:
     second = state.view(0, key).key
     assert first.data_ptr() == second.data_ptr() and second.shape[2] == 10
     assert torch.equal(first, key), "an older view is left alone"
-
-
-def test_growing_copies_seldom_and_wastes_little() -> None:
     state = open_state(Full(), layers=1)
     key = torch.randn(1, 1, 20_000, 2)
     state.append(0, key, key)
@@ -221,9 +218,6 @@ def test_keys_and_values_may_differ_in_size_and_layers_in_heads() -> None:
         state.append(layer, key, value)
         view = state.view(layer, key)
         assert torch.equal(view.key, key) and torch.equal(view.value, value)
-
-
-def test_the_batch_can_change_after_reset() -> None:
     state = open_state(Full(), layers=1)
     for batch in (1, 3):
         key = torch.randn(batch, 2, 4, 4)

@@ -136,7 +136,7 @@ def grid(limit: int, pace: float = 1.5) -> PositionIds:
 
 def test_positions_are_those_of_a_prompt() -> None:
     positions = line(4, 1000)
-    assert positions.prompt_head_positions().tolist() == list(range(HEAD)) and positions.axes == 1
+    assert positions.positions_before_video().tolist() == list(range(HEAD)) and positions.axes == 1
     assert positions.by_range(0, 3).tolist() == list(range(HEAD, HEAD + 12))
     assert positions.by_range(300, 2).tolist() == list(range(HEAD + 1200, HEAD + 1208))
     assert torch.equal(positions.by_number(torch.tensor([2, 200]), 200)[4:], positions.by_range(200, 1))

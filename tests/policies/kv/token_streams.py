@@ -18,8 +18,8 @@ from mmaccel.contract.memory import (
     SIZE,
     TOKENS,
     RotaryModel,
+    draw,
     encode_kv,
-    seeded_random_tensor,
 )
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import KVPolicy, KVState, KVView, Stream, StreamPass, StreamPolicy
@@ -54,17 +54,17 @@ def placed(own: Tensor, rank: Tensor, axes: int, long: bool) -> Tensor:
 def raw(layer: int, unit: int) -> tuple[Tensor, Tensor, Tensor]:
     """Query [1, H, P, D], key and value [1, G, P, D] of a unit, before rotation."""
     return (
-        seeded_random_tensor((1, layer, unit), 1, HEADS, TOKENS, SIZE),
-        seeded_random_tensor((2, layer, unit), 1, GROUPS, TOKENS, SIZE),
-        seeded_random_tensor((3, layer, unit), 1, GROUPS, TOKENS, SIZE),
+        draw((1, layer, unit), 1, HEADS, TOKENS, SIZE),
+        draw((2, layer, unit), 1, GROUPS, TOKENS, SIZE),
+        draw((3, layer, unit), 1, GROUPS, TOKENS, SIZE),
     )
 
 
-def opened(policy: StreamPolicy, axes: int = 1, limit: int = 10**6, pace: int = 1) -> TokenMemory:
+def opened(policy: StreamPolicy, axes: int = 1, limit: int = 10**6, frames_per_unit: int = 1) -> TokenMemory:
     stream = Stream(
         tokens_per_unit=TOKENS,
         head=HEAD,
-        frames_per_unit=pace,
+        frames_per_unit=frames_per_unit,
         positions=position_ids(axes, limit),
         dtype=torch.float64,
     )
@@ -72,10 +72,7 @@ def opened(policy: StreamPolicy, axes: int = 1, limit: int = 10**6, pace: int = 
     assert isinstance(state, TokenMemory)
 
     def rows(layer: int) -> list[Tensor]:
-        return [
-            seeded_random_tensor((i, layer, -1), 1, n, HEAD, SIZE)
-            for i, n in enumerate((HEADS, GROUPS, GROUPS))
-        ]
+        return [draw((i, layer, -1), 1, n, HEAD, SIZE) for i, n in enumerate((HEADS, GROUPS, GROUPS))]
 
     run(state, StreamPass(kind="head", rows=HEAD), rows)
     return state
@@ -136,8 +133,7 @@ def same(one: TokenMemory, other: TokenMemory) -> bool:
 def words(layer: int, rows: int, name: int) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of words."""
     made = [
-        seeded_random_tensor((i, layer, name, "words"), 1, n, rows, SIZE)
-        for i, n in ((4, HEADS), (5, GROUPS), (6, GROUPS))
+        draw((i, layer, name, "words"), 1, n, rows, SIZE) for i, n in ((4, HEADS), (5, GROUPS), (6, GROUPS))
     ]
     return made[0], made[1], made[2]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel import Recipe, check_policy
-from mmaccel.contract.prefill import DEPTH, check_stages, random_signals
+from mmaccel.contract.prefill import DEPTH, check_stages, random_pruner_inputs
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.prefill.prune import (
     TokenPruner,
@@ -48,7 +48,7 @@ def test_everything_and_nothing(name: str, layout) -> None:
     for fields, want in ((EVERYTHING, layout.length), (NOTHING, layout.length - len(visual(layout)))):
         pruner = build(name, **fields.get(name, {"retention": 1.0 if fields is EVERYTHING else 0.0}))
         stage = pruner.pruning_stages(DEPTH)[-1]
-        signals = random_signals(layout, stage)
+        signals = random_pruner_inputs(layout, stage)
         kept = pruner.prune(signals, layout, stage)
         if name == "dycoke" and fields is NOTHING:
             # The first of every four frames stays, and frames of unlike grids.
@@ -68,7 +68,7 @@ def test_counts_are_exact(name: str, retention: float, count: int) -> None:
     layout = layout_of([("text", 3), ("video", [(2, 5)] * 10, 1), ("text", 4)])
     pruner = build(name, retention=retention)
     (stage,) = pruner.pruning_stages(DEPTH)
-    kept = pruner.keep(random_signals(layout, stage), layout, stage)
+    kept = pruner.keep(random_pruner_inputs(layout, stage), layout, stage)
     assert len(kept) == count + 3 + 1 + 4
 
 

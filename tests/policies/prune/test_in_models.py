@@ -33,7 +33,7 @@ from mmaccel.models.signals import (
     HiddenStateHook,
     VisionAttentionProbe,
     hook_hidden_states,
-    mean_weights,
+    mean_attention_weights,
 )
 from mmaccel.policies.draft import Sequential, SparseToDense
 from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
@@ -206,7 +206,7 @@ def test_paid_is_causal_softmax_attention() -> None:
     g = torch.Generator().manual_seed(0)
     query, key = torch.randn(6, 3, 8, generator=g), torch.randn(2, 10, 8, generator=g)
     at = torch.tensor([2, 5, 9])
-    got = mean_weights(query, key, at, 0.3)
+    got = mean_attention_weights(query, key, at, 0.3)
     for n, column in enumerate(at.tolist()):
         rows = [(query[h, n] @ key[h // 3, : column + 1].T * 0.3).softmax(-1) for h in range(6)]
         torch.testing.assert_close(got[n, : column + 1], torch.stack(rows).mean(0))

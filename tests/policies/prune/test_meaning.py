@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.contract.prefill import random_signals
+from mmaccel.contract.prefill import random_pruner_inputs
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import Stage, kept_layout
 from mmaccel.models.signals import mean_received_attention
@@ -81,7 +81,7 @@ def test_attention_takes_a_share_of_the_mass_then_spreads(
     pruner = AttentionPrune(retention=retention, mass=mass)
     (stage,) = pruner.pruning_stages(4)
     assert stage.attention == ((0, 1, 2, 3),)
-    signals = random_signals(layout, stage, asked=5)
+    signals = random_pruner_inputs(layout, stage, asked=5)
     score = {c: float(signals["attention"][0, :, c].mean()) for c in visual(layout)}
     quota, total = down(retention, len(score)), sum(score.values())
     taken: list[int] = []
@@ -102,7 +102,7 @@ def test_attention_by_variation_is_the_gain_from_first_to_last_layer(layout: Tok
     pruner = AttentionPrune(retention=0.4, mass=1.0, variation=True)
     (stage,) = pruner.pruning_stages(6)
     assert stage.attention == ((0,), (5,))
-    a = (signals := random_signals(layout, stage, asked=3))["attention"]
+    a = (signals := random_pruner_inputs(layout, stage, asked=3))["attention"]
     score = {c: float(a[1, :, c].mean() - a[0, :, c].mean()) for c in visual(layout)}
     assert pruner.keep(signals, layout, stage).tolist() == whole(layout, top(score, down(0.4, len(score))))
 
@@ -145,7 +145,7 @@ def test_pyramid_drop_halves_the_prompt_s_count_at_every_stage(layout: TokenLayo
     assert [(s.layer, s.attention) for s in stages] == [(8, ((8,),)), (16, ((16,),)), (24, ((24,),))]
     m, left, names = len(visual(layout)), layout, list(range(layout.length))
     for rank, stage in enumerate(stages, 1):
-        signals = random_signals(left, stage, seed=rank, asked=3)
+        signals = random_pruner_inputs(left, stage, seed=rank, asked=3)
         score = {c: float(signals["attention"][0, -1, c]) for c in visual(left)}
         want = whole(left, top(score, m // 2**rank))
         kept = pruner.keep(signals, left, stage, m)
@@ -202,7 +202,7 @@ def test_sparsevlm_raters_scores_and_recycling(layout: TokenLayout, recycle: flo
     pruner = SparseVLM(retention=(0.5,), layers=(2,), recycle=recycle)
     (stage,) = pruner.pruning_stages(8)
     assert (stage.layer, stage.hidden, stage.attention) == (3, (0, 3), ((2,),))
-    signals = random_signals(layout, stage, asked=len(looking(layout)))
+    signals = random_pruner_inputs(layout, stage, asked=len(looking(layout)))
     columns, merged = sparse_by_hand(signals, layout, down(0.5, len(visual(layout))), recycle)
     kept = pruner.prune(signals, layout, stage)
     assert kept.columns.tolist() == columns and pruner.keep(signals, layout, stage).tolist() == columns
@@ -217,7 +217,7 @@ def test_sparsevlm_cuts_where_its_paper_does() -> None:
     stages = SparseVLM().pruning_stages(32)
     assert [s.layer for s in stages] == [3, 7, 16]
     layout = layout_of([("video", [(24, 24)]), ("text", 1)])
-    signals = random_signals(layout, stages[0])
+    signals = random_pruner_inputs(layout, stages[0])
     counts = []
     for stage in stages:
         kept = SparseVLM(recycle=0.0).keep(signals, layout, stage, 576)
@@ -229,7 +229,7 @@ def test_sparsevlm_cuts_where_its_paper_does() -> None:
 def test_dycoke_thins_what_repeats(layout: TokenLayout, drop: float) -> None:
     pruner = DyCoke(drop=drop)
     (stage,) = pruner.pruning_stages(8)
-    signals = random_signals(layout, stage)
+    signals = random_pruner_inputs(layout, stage)
     states, frames = signals["hidden"][0], frames_of(layout)
     segment = [int(layout.segment[0, f[0]]) for f in frames]
     kept: list[int] = []
@@ -264,7 +264,7 @@ def test_dycoke_looks_again_when_attention_turns() -> None:
 def test_visionzip_dominant_and_contextual(layout: TokenLayout, retention: float, contextual: float) -> None:
     pruner = VisionZip(retention=retention, contextual=contextual)
     (stage,) = pruner.pruning_stages(8)
-    signals = random_signals(layout, stage)
+    signals = random_pruner_inputs(layout, stage)
     states, score, key = signals["hidden"][0], signals["vision_attention"], signals["vision_key"]
     kept: list[int] = []
     want = states.clone()
@@ -293,7 +293,7 @@ def test_visionzip_counts_as_its_paper_does() -> None:
     layout = layout_of([("video", [(14, 14)] * 2, 1), ("text", 2)])
     pruner = VisionZip()
     (stage,) = pruner.pruning_stages(8)
-    signals = random_signals(layout, stage)
+    signals = random_pruner_inputs(layout, stage)
     kept = pruner.prune(signals, layout, stage)
     assert len(kept.columns) == 2 * 64 + 1 + 2
     assert kept.states is not None
@@ -305,7 +305,7 @@ def test_visionzip_carries_what_rounding_takes() -> None:
     layout = layout_of([("video", [(4, 4)] * 10, 1), ("text", 2)])
     pruner = VisionZip(retention=0.1, carry=True)
     (stage,) = pruner.pruning_stages(8)
-    kept = pruner.keep(random_signals(layout, stage), layout, stage)
+    kept = pruner.keep(random_pruner_inputs(layout, stage), layout, stage)
     each = [len(set(frame) & set(kept.tolist())) for frame in frames_of(layout)]
     assert sum(each) == 16 == sum(
         pruner.kept_tokens_per_frame(10, 16)
@@ -320,7 +320,7 @@ def test_visionzip_takes_all_frames_at_once() -> None:
     counts = []
     for many in (4, 400):
         layout = layout_of([("video", [(4, 4)] * many, 1), ("text", 2)])
-        signals = random_signals(layout, stage)
+        signals = random_pruner_inputs(layout, stage)
         with Ops() as ops:
             pruner.prune(signals, layout, stage)
         query, key = torch.randn(2, many, 2, 16, 8)

@@ -87,7 +87,7 @@ class Scene:
     def mask(self, pattern: SparsePattern) -> np.ndarray:
         """[B, H, n_query, n_key] bool of the plan, every pair of which is computed once."""
         plan = self.plan(pattern)
-        assert plan is not None and (plan.may_share_rows or int(plan.count_mask().max()) <= 1)
+        assert plan is not None and (plan.may_share_rows or int(plan.spans_per_pair().max()) <= 1)
         return plan.to_mask().numpy()
 
     def check(

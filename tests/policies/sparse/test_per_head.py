@@ -22,7 +22,7 @@ from mmaccel.policies.sparse import AShape, PerHead, VerticalSlash
 from mmaccel.policies.sparse.orders import AttentionRegion, IntraPattern
 from mmaccel.policies.sparse.per_head import KIND, SCHEMA, LayerHeadPatterns
 from tests.models.tiny_random import BUILD, prompt
-from tests.spies import heard
+from tests.spies import heard, refusal
 
 from .scenes import Scene, sequence
 
@@ -179,7 +179,7 @@ def test_a_table_serves_its_model_and_no_other(tmp_path: Path) -> None:
 
 def test_a_table_warns_of_other_weights(tmp_path: Path) -> None:
     model = BUILD["qwen"]()
-    recipe = in_file(model, tmp_path, weights=adapter_for(model).weights_digest(model))
+    recipe = in_file(model, tmp_path, weights=adapter_for(model).qk_checksum(model))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mmaccel.accelerate(model, recipe).detach()
@@ -191,9 +191,9 @@ def test_a_table_warns_of_other_weights(tmp_path: Path) -> None:
 
 def test_the_digest_of_weights_does_not_hang_on_the_type_they_are_loaded_in() -> None:
     model = BUILD["llava"]().to(torch.bfloat16)
-    digest = adapter_for(model).weights_digest(model)
+    digest = adapter_for(model).qk_checksum(model)
     assert digest is not None and len(digest) == 16
-    assert digest == adapter_for(model).weights_digest(model.to(torch.float32))
+    assert digest == adapter_for(model).qk_checksum(model.to(torch.float32))
 
 
 @pytest.mark.parametrize(("context", "told"), [(100, True), (250, False), (2000, True)])
@@ -319,9 +319,8 @@ def test_a_wrong_pattern_in_a_file_is_told_with_its_place(
     layers = [[{"pattern": {"name": "grid"}}] * 2, [{"pattern": {"name": "grid"}}, {"pattern": pattern}]]
     held = {"kind": "mmaccel heads", "schema": 1, "model": {}, "block": 64, "layers": layers}
     path.write_text(json.dumps(held))
-    with pytest.raises(RecipeError) as caught:
-        PerHead(table=str(path))
-    assert str(caught.value).startswith(f"per_head: table {str(path)!r}, layer 1, head 1: {told}")
+    said = refusal(lambda: PerHead(table=str(path)), RecipeError)
+    assert said.startswith(f"per_head: table {str(path)!r}, layer 1, head 1: {told}")
 
 
 def test_layers_and_heads_beyond_the_model_are_told() -> None:

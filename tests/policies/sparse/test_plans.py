@@ -257,7 +257,7 @@ def window_mask(plan: AttentionPlan, sinks: int, window: int) -> Tensor:
 def check(plan: AttentionPlan, sinks: int, window: int) -> AttentionPlan:
     narrow = plan.limit_to_window(sinks, window)
     assert torch.equal(narrow.to_mask(), plan.to_mask() & window_mask(plan, sinks, window))
-    assert plan.may_share_rows or int(narrow.count_mask().max()) <= 1
+    assert plan.may_share_rows or int(narrow.spans_per_pair().max()) <= 1
     listed = narrow.count_listed_pairs()
     assert (listed >= narrow.to_mask().sum((2, 3))).all() and (listed <= plan.count_listed_pairs()).all()
     if narrow.dense is None:

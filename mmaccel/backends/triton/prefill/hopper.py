@@ -111,8 +111,8 @@ def _where_of(row, tile, M, shape):
 def tma_load(
     own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.constexpr, APART: gl.constexpr
 ):
-    """Load 64 rows of keys or values into shared memory by TMA: from the tensor `own` if they are adjacent there (`home` is
-    the first row), else from a slot of `copies`. Boxes of 64 columns go to every APART-th slot of `ring` from `first` on."""
+    """Load 64 rows of keys or values into shared memory by TMA. `home` >= 0: rows `home` to `home` + 63 of the tensor `own`;
+    else block -2 - `home` of `copies`. Box n, of 64 columns, goes to slot `first` + n * APART of `ring`."""
     for c in gl.static_range(CHUNKS):
         if home >= 0:
             tma.async_copy_global_to_shared(

@@ -17,7 +17,7 @@ from mmaccel.core.errors import RecipeError, StoreError
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.registry import one_of
 from mmaccel.policies.kv.store import saved
-from mmaccel.policies.kv.store.slabs import CopyQueues, QueueMark, Slabs, SlotTable, UnitShape, split_units
+from mmaccel.policies.kv.store.slabs import CopyQueues, QueueMark, Slabs, SlotTable, UnitShape, view_by_unit
 
 Spill = Literal["refuse", "disk", "drop_oldest"]
 """When the host may hold no more: refuse, write to files, or forget the oldest units."""
@@ -124,7 +124,7 @@ class HostStore:
         def pack() -> None:
             for side, tensors in enumerate(sides):
                 rows = tensors[0][None] if L == 1 else torch.stack(tensors)
-                packed[:, :, side] = split_units(rows, self.shape.tokens).transpose(1, 2)
+                packed[:, :, side] = view_by_unit(rows, self.shape.tokens).transpose(1, 2)
 
         self.lanes.compute_queue.run(pack)
         gone = self._make_room(L * n, n, keep=units)
@@ -162,7 +162,7 @@ class HostStore:
                 for place, entry in zip(places, entries, strict=True):
                     place.copy_(entry, non_blocking=True)
                 index = on_device(order, self.device)
-                split_units(target, self.shape.tokens).index_copy_(2, index, staged.permute(1, 2, 0, 3, 4))
+                view_by_unit(target, self.shape.tokens).index_copy_(2, index, staged.permute(1, 2, 0, 3, 4))
 
             _, began = self._begin()
             self.lanes.wire.run(work)

@@ -323,7 +323,7 @@ class SlotTable:
         return self.copy
 
 
-def split_units(tensor: Tensor, tokens: int) -> Tensor:
+def view_by_unit(tensor: Tensor, tokens: int) -> Tensor:
     """Return a view [..., n, P, D] of `tensor` [..., n * P, D]."""
     return tensor.view(*tensor.shape[:-2], -1, tokens, tensor.shape[-1])
 

@@ -45,9 +45,6 @@ def test_a_stream_splits_defers_and_flushes(stream: Planted) -> None:
     counters = grown.counters
     assert min(counters[name] for name in ("visual_splits", "deferred", "singletons", "flushed", "cuts")) > 0
     audit(grown)
-
-
-def test_touching_everything_makes_all_owed_splits(stream: Planted) -> None:
     tree = tree_of(buffer=64)
     feed(tree, stream, 5)
     assert any(tree.buffer)
@@ -153,9 +150,6 @@ def test_one_thread_inside_and_as_many_as_before_after(three_threads: object) ->
         seen.append(torch.get_num_threads())
         raise KeyError
     assert [*seen, torch.get_num_threads()] == [1, 1, 3]
-
-
-def test_another_thread_keeps_its_own(three_threads: object) -> None:
     begun, done, seen = threading.Event(), threading.Event(), list[int]()
 
     def other() -> None:
@@ -284,6 +278,16 @@ def test_the_threshold_moves_from_one_bound_to_the_other() -> None:
     grown = 1 - math.exp(-8 / 8)
     found = SplitBounds(small, large, 8.0, 4, 32).threshold(layer.numpy(), n.numpy())
     assert found.tolist() == pytest.approx([0.1, 0.2, 0.2 + 0.4 * grown])
+    s2 = torch.tensor([[0.1, 0.4], [0.0, 0.0], [0.9, 0.9]])
+    n = torch.tensor([[3, 1], [2, 2], [4, 4]])
+    level = ClusterTable(3, 1, torch.float32)
+    level.variance, level.size = s2, n
+    level._count_ids()
+    made = Rules(visual=1, semantic=1, init=2, buffer=0).calibrate(
+        level, False, torch.tensor([FLOOR, 0.01, FLOOR])
+    )
+    assert made.small.tolist() == pytest.approx([1.25 * 0.175, 0.01, CAP])
+    assert made.large.tolist() == pytest.approx([2 * 0.175, 0.01, CAP])
 
 
 def test_few_units_are_split_where_they_are_strangers() -> None:

@@ -212,9 +212,6 @@ def test_what_layers_add_alike_is_foretold_from_the_second_question_on() -> None
         torch.testing.assert_close(told[layer], start + sum(added[: layer + 1], torch.zeros(4)))
     # Nobody saw what comes after the last layer.
     torch.testing.assert_close(told[2], start + sum(added, torch.zeros(4)))
-
-
-def test_a_layer_s_words_are_moved_by_what_it_added_in_the_mean() -> None:
     drift = drifting()
     before, after = states(3), states(4)
     foretold(drift, 0, before)
@@ -222,18 +219,12 @@ def test_a_layer_s_words_are_moved_by_what_it_added_in_the_mean() -> None:
     drift.end_question()
     moved = (after - before).mean(1, keepdim=True)
     torch.testing.assert_close(foretold(drift, 0, before), before + moved)
-
-
-def test_a_question_that_broke_off_tells_nothing_of_layers_it_did_not_reach() -> None:
     drift = drifting()
     foretold(drift, 0, states(5))
     drift.end_question()
     foretold(drift, 1, states(6))
     drift.end_question()
     assert torch.equal(foretold(drift, 0, states(7)), states(7))
-
-
-def test_of_another_stream_nothing_is_known() -> None:
     drift = drifting()
     ask(drift, states(8), [states(9)[0, 0]])
     assert not torch.equal(foretold(drift, 0, states(8)), states(8))

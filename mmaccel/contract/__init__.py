@@ -21,13 +21,15 @@ __all__ = ["check_family", "check_policy"]
 def check_policy(policy: Any, *, rounds: int = 12, seed: int = 0) -> None:
     """Test a policy (an instance) against its contract; raises `RecipeError` in one sentence for the first violation.
 
-    A pattern: sizes, lists, no pair of the future or of padding, none counted twice, its upper bound. A memory of sequences:
-    lengths, rollback, questions, beams; one of streams: passes, positions of its rows, that a question changes nothing,
-    restoring. A draft: that a toy target's text does not change and nothing fails. A pruner: what it declares and keeps.
+    Of a sparse pattern it tests the plans: their sizes and lists, that no pair is of the future, of padding or counted
+    twice, and that no more blocks are listed than `max_blocks_total` says. Of a KV memory for sequences: lengths, rollback,
+    questions and beams. Of a memory for streams: its passes, the positions of its columns, that a question changes nothing,
+    and restoring a checkpoint. Of a draft: that a toy target's text does not change and nothing fails. Of a pruner: that it
+    keeps what it says.
 
-    Prompts have 20 to 600 tokens: give fields small enough to leave something out of these. `rounds` prompts of `seed` are
-    tested; of a pattern, it warns if they leave nothing out of any, and if a row sees no key at all. It does not measure
-    how good the policy is.
+    Prompts are random, `rounds` of them from `seed`, with 20 to 600 tokens: choose the policy's fields small enough that it
+    leaves something out of them. It warns if a pattern leaves nothing out of any prompt, or if a row sees no key at all. It
+    does not measure how good the policy is.
     """
     if isinstance(policy, Policy):
         check_registered(policy)

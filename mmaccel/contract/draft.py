@@ -110,7 +110,7 @@ def toy_view(rule: Rule, vocab: int) -> ModelView:
 
 
 def toy_prompt(ids: Sequence[int], **choices: Any) -> Prompt:
-    """Return a draft's `Prompt` with the token ids `ids`; `choices` are other fields of it."""
+    """Return a draft's `Prompt` with the token ids `ids`; `choices` set other fields of that `Prompt`."""
     tensor = torch.tensor([list(ids)])
     return Prompt(inputs={"input_ids": tensor, **choices.pop("inputs", {})}, ids=tensor, **choices)
 

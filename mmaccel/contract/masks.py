@@ -1,6 +1,7 @@
 """Reference masks of sparse patterns, pair by pair from their definitions, for one sequence without padding.
 
-Two bool masks [H or 1, S, S] each: the pairs that a plan computes at least, and, if a pattern rounds to blocks, at most.
+For each pattern there are two bool masks [H or 1, S, S]: the query-key pairs that a correct plan must compute, and those
+that it may compute. They differ for patterns that list whole blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Made = tuple[Tensor, Tensor]
 def pattern_mask(
     name: str, given: Mapping[str, Any], layout: TokenLayout, query: Tensor, key: Tensor
 ) -> Made:
-    """Return both masks of pattern `name` with fields `given`, for query [1, H, S, D] and key [1, G, S, D] after RoPE."""
+    """Return two masks [H or 1, S, S] of pattern `name` with fields `given`: the pairs that its plan must, and may, compute.
+    query [1, H, S, D] and key [1, G, S, D] are after RoPE."""
     made: Any = DEFINED[name](given, layout, query[0], key[0])
     return made if isinstance(made, tuple) else (made, made)
 

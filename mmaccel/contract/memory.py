@@ -162,7 +162,8 @@ def _count(who: str, state: KVState, want: int, when: str) -> None:
 
 
 class RotaryModel:
-    """A model with only RoPE: it rotates pairs (i, i + D/2) by the position on axis 0, the last pair by the last axis."""
+    """Stands for a model of which a memory needs only RoPE. Elements i and i + D/2 are rotated by the position on axis 0,
+    those of the last such pair by the position on the last axis."""
 
     def rope_angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         axes = positions if positions.ndim == 2 else positions[None].expand(3, -1)
@@ -327,6 +328,6 @@ class _Trial:
 
 
 def draw(name: tuple[Any, ...], *shape: int) -> Tensor:
-    """Return random numbers seeded by `name`."""
+    """Return random float64 numbers of the given shape; the same `name` gives the same numbers."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(name).encode()))
     return torch.randn(*shape, dtype=torch.float64, generator=generator)

@@ -74,7 +74,11 @@ def _sequence(rng: Random, length: int) -> list[tuple[int, ...]]:
 def random_pruner_inputs(
     layout: TokenLayout, stage: Stage, seed: int = 0, asked: int | None = None
 ) -> Signals:
-    """Return random signals for `stage`; attention has `asked` rows (None: of `observation_columns`) that sum to one."""
+    """Return random `Signals` with which a pruner's `stage` is tested on a prompt of this layout.
+
+    The attention has one row for each of `asked` question tokens (None: as many as `observation_columns` returns); each
+    row sums to one.
+    """
     g = torch.Generator().manual_seed(seed)
     S, asked = layout.length, observation_columns(layout).numel() if asked is None else asked
     tensors: dict[str, Tensor] = {

@@ -70,7 +70,8 @@ class Columns:
     ids: Tensor | None = None
 
     def append_turn(self, new: TokenLayout) -> TokenLayout:
-        """Return the layout followed by `new` [1, n], the next turn of a conversation; only its words are `asked`."""
+        """Return this layout followed by that of the next turn of a conversation, `new` [1, n]. Only the words of the new
+        turn's question are marked `asked` in the result."""
         text, visual = (new.modality == TEXT) & new.valid, (new.modality != TEXT).long()
         after = text & (visual.cumsum(1) == visual.sum(1, keepdim=True))
         asked = new.asked if bool(new.asked.any()) else after if bool(after.any()) else text
@@ -83,7 +84,8 @@ class Runner(ABC):
 
     lasting   whether a later turn may follow; then tokens that `keep` drops from a prompt are remembered
     together  None, or a callable that runs one step of several runners as one batch: (runners, their ids [1, n]) -> for
-              each, logits [1, n, V] or an error. Its `warm`, if any: whether the last step captured no CUDA graph
+              each, logits [1, n, V] or an error. If the callable has an attribute `warm`, that is False after a step which
+              also captured a CUDA graph, so that the step's time is not typical
     """
 
     lasting: bool = False
@@ -93,9 +95,9 @@ class Runner(ABC):
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
         """Run a whole prompt (ids, pixels, grids; batch 1) after the tokens run before; return its last logits [1, V].
 
-        keep [n] runs only those columns, the last one included, at their original rotary positions (consecutive ones with
-        `compact`). They count from the first prompt on: in a later turn earlier prompts are run again, and `inputs` begin
-        where the previous prompt ended.
+        With `keep` [n] only the columns of these numbers are run (the last column is one of them), at their original rotary
+        positions, or with `compact` at positions 0, 1, 2, ... In a later turn of a conversation, columns are numbered from
+        the first prompt on, kept columns of earlier prompts are run again, and `inputs` hold only the new prompt.
         """
 
     @abstractmethod
@@ -147,8 +149,9 @@ class ModelAdapter(ABC):
         return {"type": kind, **sizes}
 
     def qk_checksum(self, model: nn.Module) -> str | None:
-        """Return a checksum of the query and key weights, the same in any floating type that holds the saved values; None if
-        they cannot be read (absent, sharded, quantized or offloaded)."""
+        """Return a checksum of the query and key weights, which tells whether a table of head patterns was searched on this
+        model. It is the same in any floating type that holds the saved values; None if the weights cannot be read (absent,
+        sharded, quantized or offloaded)."""
         return None
 
     def local_heads(self, model: nn.Module) -> range:
@@ -263,11 +266,13 @@ class ModelAdapter(ABC):
         return frozenset()
 
     def memory(self, view: ModelView, state: Callable[[int], Any]) -> Any:
-        """Return the `KVState` of all layers, built from the recipe's KV memory: `state(n)` opens one for n layers."""
+        """Return a new KV cache (`KVState`) for all layers. `state(n)` opens the recipe's KV memory for n layers; a family
+        overrides this where some layers need another cache."""
         return state(view.geometry.layers)
 
     def tree_mask_argument(self, model: nn.Module, mask: Tensor, positions: Tensor) -> Any:
-        """Return a token tree's additive `mask` [1, 1, n, N], at `positions` [1, n], as the plain model takes it."""
+        """Return the attention mask argument with which the plain model runs a token tree: the additive `mask` [1, 1, n, N]
+        of the tree's n tokens at `positions` [1, n], in the form that this family's forward expects."""
         return mask
 
     def with_pass_info(self, model: nn.Module, kwargs: dict[str, Any], note: Any) -> Any:
@@ -280,8 +285,8 @@ class ModelAdapter(ABC):
         return ()
 
     def causal_lm(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
-        """Return a causal language model without vision and its adapter: `model`, or the one `load` loads from that folder.
-        Return None if `model` is another kind of model; raise `ModelError` if it cannot roll back."""
+        """Return a causal language model without vision, and its adapter. `model` is the model, or a folder to load it from.
+        Return None if it is another kind of model; raise `ModelError` if its KV cache cannot be rolled back."""
         return None
 
 

@@ -127,8 +127,8 @@ class StreamModel(ABC):
         """
 
     def run_batched_passes(self, passes: Passes, embeds: Tensor, units: bool = False) -> Any:
-        """Run a pass of each of several streams as one batch: of answers, or with `units` of frames. `passes`: for each the
-        pass, its number of rows, and `hidden` (see `run_layers`). Returns the last hidden states, and errors by index."""
+        """Run one pass of each of several streams as one batch: passes of answers or, with `units`, of frames. `passes` has
+        for each: pass, number of rows, and `hidden` (see `run_layers`). Returns last hidden states, and errors by index."""
         raise ModelError("run_batched_passes: this model cannot batch several streams; run them one by one.")
 
     def new_running_states(self) -> RunningStates | None:
@@ -157,7 +157,7 @@ class StreamAdapter(StreamModel):
 
     def token_choice(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
         """Return how at most `most` new tokens after `ids` [1, S] are chosen (sampling, stop rules), from keyword arguments
-        `settings` of `generate`; `drafts`: a draft proposes some. Raises `ModelError` for an unknown setting."""
+        `settings` of `generate`. `drafts`: whether a draft proposes tokens. Raises `ModelError` for an unknown setting."""
         raise ModelError(f"{next(iter(settings))}: this model decodes greedily only; leave it out.")
 
     @abstractmethod
@@ -276,8 +276,8 @@ class Accelerated:
         return self._state()
 
     def track_kv_state(self, state: KVState, holder: object) -> Callable[[], object]:
-        """Register `state` as the current KV memory, whose counters reports show; when `holder` is garbage-collected, the
-        counters are kept. The returned function cancels that."""
+        """Show the counters of `state`, the current KV memory, in reports from now on. When `holder` is garbage-collected,
+        the counters of that moment are kept for reports; the returned function cancels this."""
         self._state, self._counted = ref(state), {}
         kept = finalize(holder, self._left_over, state)
         kept.atexit = False
@@ -304,7 +304,7 @@ class Accelerated:
         return self._outer(*args, **kwargs)
 
     def report(self) -> Report:
-        """Return the figures of the last `generate`, or of the forward passes since then."""
+        """Return the figures of the last `generate`, or of forward passes if the model was called directly since then."""
         state, attention = self.last_kv_state, self.attention
         kv = self._counted if state is None else state.counters()
         why = attention.choice.why if attention.choice is not None else ""

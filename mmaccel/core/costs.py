@@ -75,7 +75,7 @@ class PredictedCost:
     (`token_s`); peak bytes on device and host.
 
     session  whether this is for a `VideoSession`, not for a call of `generate`
-    once_s   for each of the first questions, seconds of one-off work (such as CUDA graph captures) that later ones save
+    once_s   for each of the first questions, the extra seconds that one-off work takes, such as CUDA graph captures
     """
 
     read_s: float
@@ -113,8 +113,11 @@ def needs_video_session(recipe: Recipe, work: Workload) -> bool:
 
 
 def overhead_key(recipe: Recipe, work: Workload) -> str:
-    """Return the key under which a `DeviceRates` keeps the `MeasuredOverhead` for `work`: its kind (live, session, or one
-    call of `generate`) and all fields of `recipe` but the draft."""
+    """Return the key under which measured corrections to the predicted seconds (`MeasuredOverhead`) are stored for `work`.
+
+    The key is a text of the kind of run (a live stream, a session, or one call of `generate`) and of all fields of `recipe`
+    but the draft.
+    """
     how = "live" if work.live else "session" if needs_video_session(recipe, work) else "call"
     told = {name: part for name, part in recipe.to_dict().items() if name != "draft"}
     return f"{how} {json.dumps(told, sort_keys=True, default=str)}"

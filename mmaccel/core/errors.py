@@ -54,8 +54,8 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
 class ArgumentNames:
     """Formats names of a call's arguments for an error message: ``fps=8`` with a value, ``fps=, frames= or size=`` without.
 
-    within  the words around the names, ``{}`` where the names go; all of it is omitted if no name remains
-    sign    the text that follows each name
+    within  the message's words around the names, ``{}`` where the names go; omitted altogether if no name remains
+    sign    the text that follows each name, such as "="
     """
 
     def __init__(self, *names: str, value: object = None, within: str = "{}", sign: str = "=") -> None:
@@ -107,11 +107,12 @@ OWN = "for a policy of your own give its file, `mmaccel --import FILE`, or impor
 class UnknownName(RecipeError):
     """A name is in no registry; the message suggests the nearest known name and lists the known ones.
 
-    kinds  known name -> its kind, if names of several kinds are known: then only names of the nearest one's kind are listed
-    own    whether a file of the user could register the name
-    others  former names, and fields of parts (an index, a store), from which the nearest name may also come
+    kinds  known name -> its kind, where known names are of several kinds; the message lists only the kind of the nearest
+           name. None: it lists all known names
+    own    whether the message adds that a file of the user could register the name
+    others  further names that may be suggested as the nearest: former names, and fields of parts (an index, a store)
     meant  what the name means elsewhere and what to use instead (`Policy.words`); the message then says only this
-    owner  the policy ("kv 'mosaic'") to which the part of `kind` belongs that was to have this name
+    owner  for the name of a part (`kind`) of a policy, that policy in words ("kv 'mosaic'"); None for other names
     """
 
     def __init__(

@@ -23,18 +23,15 @@ def _fact(read: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
-    """The tokens of a batch of sequences, in their original order.
-
-    All tensors are integer, shape [B, S], on one device; -1 stands for "none".
-
+    """The tokens of a batch of sequences, in their original order: integer tensors [B, S] on one device; -1 is "none".
     modality   TEXT, IMAGE or VIDEO
     segment    number of the text, image or video the token is in; a video includes what is between its frames
     frame      number of the frame, counted through the whole sequence; -1 outside frames (text, row-end marks)
     row, column  cell of the token in its frame's grid
     position   rank of the token among the valid tokens of its sequence, by which causality is defined
     valid      bool, False on padding
-    asked      bool, True on the words of the question, if some of them are not behind the last image or video; all False:
-               they all are, or it is not known (`core.prefill.prune.question_text_columns`)
+    asked      bool, True on the words of a question that is not all behind the last image or video. All False: the question
+               is the text behind it, or is unknown (`core.prefill.prune.question_text_columns`)
 
     A token of an image's high-resolution tiles is in no frame; its cell is that in the picture which all tiles form.
     """
@@ -180,7 +177,7 @@ class TokenLayout:
 
 
 class TimeScale(NamedTuple):
-    """For rotary positions that follow time: positions per second, and seconds per unit at the stream's even frame rate."""
+    """How rotary positions follow time: positions per second, and seconds per unit (frame) at the stream's even rate."""
 
     per_second: float
     unit_s: float
@@ -197,9 +194,9 @@ class PositionIds:
     first text token after one unit, and `slope`, its shift by each further unit; `limit`, the model's number of positions;
     `after` [A, t], offsets of the first t text tokens from the first one, if images are among them (None: 0, 1, 2, ...).
 
-    With `time_scale`, the first axis' positions follow time: `record_unit_times` sets when units were shown; each has an
-    *own* position from its time. Time is counted in slots, intervals of the even frame rate since the first unit; at that
-    rate unit n is in slot n. Between two slots the position is computed from seconds, rounded down. None exceeds `limit`.
+    With `time_scale`, the first axis' positions can follow time: `record_unit_times` sets when units were shown, and from
+    its time each has an *own* position. Times are counted in slots: intervals, since unit 0, at which units come at an even
+    frame rate; unit n is then in slot n. A time between two slots gives a position from seconds, rounded down.
     """
 
     def __init__(
@@ -267,7 +264,8 @@ class PositionIds:
         self._own[begin : len(slots)] = steps.to(self._own.device)
 
     def unit_time_slot(self, unit: int) -> float:
-        """Return a unit's (frame's) time in slots, intervals of the even rate. Unknown times follow the last one evenly."""
+        """Return when a unit (frame) was shown, as a number of unit intervals of the stream's even rate since unit 0. Units
+        without a recorded time count as following the last recorded one at that rate."""
         if self._odd is None:
             return unit
         last = len(self._slots) - 1
@@ -279,11 +277,12 @@ class PositionIds:
 
     @property
     def has_even_rate(self) -> bool:
-        """Whether every unit (frame) was shown at the stream's even rate, so that unit n is in time slot n."""
+        """Whether units (frames) were shown at the stream's even rate, without gaps: own positions equal those by number."""
         return self._odd is None
 
     def by_time(self, first: int, count: int, base: int = 0) -> Tensor:
-        """Return positions [count * P] or [3, count * P] of units (frames) from `first` on, by time since slot `base`."""
+        """Return positions [count * P] or [3, count * P] of units (frames) from number `first` on, by the times at which
+        they were shown; times count from `base` unit intervals of the stream's even rate after unit 0."""
         if self._odd is None:
             return self.by_range(first - base, count)
         if not base:
@@ -353,7 +352,7 @@ class PositionIds:
 
     def last_position(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
         """Return the position of the last of `rows` tokens that follow `units` units (frames), and how many positions are
-        then used. The first `pending` tokens are of further units, the rest are text. `own`: units count by time."""
+        then used. The first `pending` tokens are of further units, the rest text. `own`: units have positions by time."""
         whole = units + pending // self._unit.shape[1]
         first, count = self._text + (whole - 1) * self._slope, rows - pending
         if self.follows is None:
@@ -364,7 +363,7 @@ class PositionIds:
         return last, max(most, self.largest_position(whole, own)) + 1
 
     def fits_limit(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
-        """Return whether the model has positions for `rows` tokens and one more (see `last_position`)."""
+        """Return whether the model has enough positions for the `rows` tokens of `last_position` and one more."""
         last, taken = self.last_position(units, pending, rows, own)
         return last + 1 < self.limit and taken <= self.limit
 

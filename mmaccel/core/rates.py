@@ -72,9 +72,12 @@ Plane = tuple[float, float, float, float, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredOverhead:
-    """Measured seconds minus predicted ones, of short sessions of a reduced model: to read the video, to a question's first
-    token, per step of an answer; each as a function of layers and units (`fit_cost_plane`). `first`: seconds that each of
-    the first questions takes beyond later ones (fixed, per layer)."""
+    """Corrections to predicted costs: measured minus predicted seconds of short sessions with a few layers of the model.
+
+    There is one for reading the video, one for a question up to its first token, and one per step of an answer; each is a
+    function of the numbers of layers and units (frames), as `fit_cost_plane` returns it. `first` is (fixed, per layer): the
+    seconds that each of the first questions takes beyond later ones.
+    """
 
     read: Plane
     question: Plane
@@ -119,9 +122,13 @@ class OverheadFile:
 def fit_cost_plane(
     seconds: Mapping[tuple[int, int], float], grows: bool = True, least: int = 0, pairs: bool = False
 ) -> Plane:
-    """Fit seconds as a function of (layers, units) through `seconds`, four measurements: two numbers of layers times two of
-    units. The fit is not below zero at `least` units; with `pairs`, a line that would be becomes a parabola in units. If the
-    seconds do not grow with the video (`grows` False), it is a line in layers through the means over units."""
+    """Fit seconds as a function of the numbers of layers and of units (frames); return it for `predict_plane_seconds`.
+
+    seconds  (layers, units) -> measured seconds, at two numbers of layers times two numbers of units
+    grows    whether the seconds grow with the number of units; if not, the fit is a line in layers alone
+    least    number of units at which the fit must not be below zero
+    pairs    where a line in units would be below zero there, fit a parabola, as if query-key pairs made the cost
+    """
     (few, many), (short, long) = (sorted({at[side] for at in seconds}) for side in (0, 1))
     if not grows:
         base, layer = _line(few, many, *((seconds[n, short] + seconds[n, long]) / 2 for n in (few, many)))
@@ -156,10 +163,14 @@ def predict_plane_seconds(plane: Plane, layers: int, units: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """Rates of a device, from which costs are predicted. They are: matrix-product FLOP/s by width, attention costs
-    (`Costs`), bytes/s of copies on the device (read plus written) and from the host (`wire`), seconds to launch a decoder
-    layer's operators (`few`: in a session that captures all but attention as CUDA graphs); bytes of memory; bytes/s at which
-    host memory is pinned. `sessions`: `costs.overhead_key` -> the `MeasuredOverhead` of short sessions."""
+    """Rates of a device, from which costs are predicted.
+
+    products  width of a matrix product -> FLOP/s; `attend`: seconds of attention (`Costs`)
+    copy      bytes/s of copies on the device, read plus written; `wire`: bytes/s from the host to the device
+    layer     seconds to launch a decoder layer's operators; `few`: the same with all but attention in CUDA graphs
+    memory    bytes of memory; `pin`: bytes/s at which host memory is pinned
+    sessions  key of a kind of run (`costs.overhead_key`) -> its corrections measured in short sessions
+    """
 
     name: str
     products: dict[int, float]
@@ -216,9 +227,9 @@ def measure_device(
     store: CostFile[DeviceRates] | None = None,
     bench: Bench = measure_seconds,
 ) -> DeviceRates:
-    """Return the rates of `device` for heads like the model's: from `store`, or measured in a few seconds and stored there.
-    ``step(n)`` runs n small decoder layers on one row, ``few(n)`` the same as a session does (CUDA graphs); on CUDA `few`
-    and the planning of `pattern` are timed too."""
+    """Return the rates of `device` for attention heads like the model's (`sizes`). They are read from the file `store`, or
+    else measured in a few seconds and stored there. ``step(n)`` runs n small decoder layers on one row to time their launch;
+    ``few(n)`` runs them as a session does, in CUDA graphs. On CUDA `few` and the planning of `pattern` are timed too."""
     shape = AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
     store = CostFile("rates.json", DeviceRates.from_dict) if store is None else store
     cuda = device.type == "cuda"

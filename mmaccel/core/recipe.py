@@ -45,10 +45,10 @@ class Recipe:
     kv          the KV memory: which keys and values are kept
     draft       the drafting method of speculative decoding
     prune       a token pruner, or None (null in YAML)
-    backend     "auto" (chosen once, when the recipe is attached; on CUDA by measured cost, and dense wherever a pattern
-                would not be faster; on a CPU nothing is measured and the pattern runs, on short prompts more slowly than
-                dense attention would, but for a later turn or a question of which it saves nothing), or one by
-                name ("reference", "flex", "triton", "flash"), which never falls back
+    backend     the attention kernels: "auto", or one by name ("reference", "flex", "triton", "flash"), which never falls
+                back. "auto" chooses once, when the recipe is attached. On CUDA it measures costs, and runs dense attention
+                wherever a pattern would not be faster. On a CPU it measures nothing and runs the pattern, though dense
+                attention is faster on short prompts; only later turns and questions where no pairs are saved run dense
     chunk       prefill in chunks of this many tokens; None (null in YAML) runs the whole prompt at once
     dense_tail  this many last rows of a prompt see every key: the question's rows decide the answer and cost next to
                 nothing. 0 runs the pattern on every row, as the paper's baselines do

@@ -176,7 +176,7 @@ def field_limits(cls: type) -> dict[str, FieldLimit]:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """Return the paragraphs of a class's text that begin with the name of a field, each on one line."""
+    """Return field -> what the docstring of dataclass `cls` says of it: the paragraph that begins with its name, joined."""
     if not dataclasses.is_dataclass(cls):
         return {}
     names = {field.name for field in dataclasses.fields(cls)}
@@ -192,7 +192,7 @@ def field_texts(cls: type) -> dict[str, str]:
 
 
 def every_field_text(cls: type) -> dict[str, str]:
-    """Return the `field_texts` of a class and of its bases; the nearest class's own is taken."""
+    """Return field -> what docstrings say of it (see `field_texts`), in the class or else in its nearest base."""
     return {field: text for base in reversed(cls.__mro__) for field, text in field_texts(base).items()}
 
 
@@ -276,7 +276,8 @@ class Registry(Mapping[str, type[Any]]):
         return " or ".join(repr(name) for name, cls in self.items() if fits(cls))
 
     def reject_unused_part(self, name: str, field: str, part: Any) -> None:
-        """Raise `RecipeError` if policy `name` was given a policy `part` as a `field` that only others of this kind have."""
+        """Raise `RecipeError` if policy `name`, which has no such `field`, was given `part` for it (an index, a store), and
+        other policies of this kind have the field."""
 
         if having := self.matching_names_text(
             lambda cls: field in {one.name for one in dataclasses.fields(cls)}

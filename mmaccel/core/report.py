@@ -50,8 +50,8 @@ class Report(HtmlReport):
                     strategy's own), notes (its own sentences, `DraftState.report_notes`), of all sequences of a batch
                     together, counters and notes only of one alone; sequences: the same of each, with new_tokens and its
                     memory's counters (kv), where a draft was at work
-    kv              counters of the memory; of a batch that is drafted for, of its last sequence's. On the `past_key_values`
-                    of an earlier call those of events, such as "recalled", are this call's alone
+    kv              counters of the KV memory; in a batch with drafts, of its last sequence's memory. If a call continues the
+                    `past_key_values` of an earlier one, counters of events, such as "recalled", count this call alone
     backend_why     why it is this backend, with the measured rates where "auto" measured
     video_tokens    of the prompt's videos, in a session of the frames taken in; `video_units`: their steps of time (frames,
                     or what the tower takes as one)
@@ -193,7 +193,8 @@ class Meter(DraftRounds):
 
     @property
     def awaits_first_pass(self) -> bool:
-        """Whether the next pass begins new figures: it is the first, or the first since a generation (now dropped)."""
+        """Whether the next forward pass starts new figures: it is the first of all, or the first after a generation, whose
+        figures are then dropped."""
         return self.prompt_tokens == 0 or (self.started is not None and not self.generating)
 
     def count_tokens(self, count: int = 1) -> None:

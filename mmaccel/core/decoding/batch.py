@@ -39,8 +39,8 @@ FORGET = 0.99
 
 
 class Batch:
-    """Sequences decoded together, each with its own KV memory, draft, random numbers and stop condition, and the same tokens
-    as alone. They may join and leave between rounds.
+    """Sequences decoded together, each with its own KV memory, draft, random numbers and stop condition. Each gets the same
+    tokens as it would alone, and may join and leave between rounds.
 
     Threads add sequences and wait; one of the threads runs the rounds for all. In a round drafts propose, as many tokens as
     pays at this load (`DraftLengthTuner`), then targets verify. Targets that share a `Runner.together` run each step as one,
@@ -68,8 +68,11 @@ class Batch:
         return len(self._live)
 
     def register_shared_runner(self, runner: Any, of: Callable[[Any, Sequence[Any]], Any]) -> None:
-        """Let steps of `runner`, and of drafts opened later, be shared with other sequences. `of(runner, known)` returns the
-        `Runner.together` that runs its steps: one of the `known`, a new one, or None to share none."""
+        """Let steps of `runner`, and of the runners of drafts opened later, be run as one with those of other sequences.
+
+        `of(runner, known)` chooses the callable that runs a runner's shared steps, to be set as `Runner.together`: one of
+        `known`, the callables already in use, or a new one. None leaves the runner to itself.
+        """
         with self._changed:
             self._of = of
             self._join(runner)

@@ -103,8 +103,8 @@ class Prompt:
     `warp` turns the raw logits of one token into the distribution it is drawn from (temperature, top-k, penalties, given the
     ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known. `stream`: in a session,
     the draft's own video stream, which has the question; `inputs` then have only ids. In a later turn of a conversation
-    `past` are the columns that the target holds, `inputs` are of what comes after them, and `previous_state` is what the
-    last turn's `state_for_next_turn` returned; `lasts`: one may follow. `deadline`: of the call (`generate.Deadline`).
+    `past` are the columns in the target's KV cache, `inputs` only what follows them, `previous_state` what the last turn's
+    `state_for_next_turn` returned. `lasts`: whether another turn may follow. `deadline`: when the call of `generate` ends.
     """
 
     inputs: Mapping[str, Any]
@@ -136,7 +136,7 @@ class DraftStep:
         return self.vocab, self.never, self.greedy
 
     def reduce_logits(self, logits: Tensor) -> Tensor:
-        """Reduce the logits [m, V] of m such steps to what drafts get: [m, vocab], or the argmax [m, 1] if `greedy`."""
+        """Turn the logits [m, V] of m steps into what their drafts get: logits [m, vocab], or argmax [m, 1] if `greedy`."""
         logits = resize_vocab(logits, self.vocab, float("-inf"))
         if never := [token for token in self.never if token < self.vocab]:
             logits = logits.index_fill(1, torch.tensor(never, device=logits.device), float("-inf"))
@@ -148,7 +148,7 @@ Drafting = Generator[DraftStep, Tensor, Any]
 
 
 class DraftState(ABC):
-    """Drafts for one sequence, during one turn. `chooses`: `draft_steps` obeys `most`; `unread`: it has yet to prefill."""
+    """Drafts one sequence's tokens in one turn. `chooses`: `draft_steps` obeys `most`; `unread`: its prefill is to come."""
 
     chooses, unread = False, False
 
@@ -161,7 +161,7 @@ class DraftState(ABC):
         """Take the prompt that the draft will continue; called once, before the target's prefill."""
 
     def prompt_pruner(self, given: TokenPruner | None) -> TokenPruner | None:
-        """Return the pruner for the draft's prompt: the recipe's `given` one, or None to read all. Called after `begin`."""
+        """Return the pruner of the draft's prompt: `given` (the recipe's), or None to read all. Called after `begin`."""
         return given
 
     def keep_columns(self, columns: Tensor) -> None:
@@ -213,9 +213,9 @@ class DraftStrategy(Policy, ABC, kind="draft"):
     """A drafting method for speculative decoding; `open` returns its `DraftState` for one sequence.
 
     active  whether this strategy drafts at all; one that does not is never opened
-    needs   what it requires of the recipe: "rollback", that the KV memory can drop the last `max_rollback` columns;
-            "memory", that it is a prompt's own cache, whose columns stay; "branches", that it takes trees; "prompt", the
-            prompt's own inputs, which a stream lacks; "video", these or a stream (`open_stream`); "model", a draft model
+    needs   what the draft requires. Of the target's KV memory: "rollback" (drops the last `max_rollback` columns), "memory"
+            (one contiguous cache of the prompt), "branches" (verifies token trees). Of the input: "prompt" (a prompt with
+            its pixels, not a stream), "video" (that or a stream, see `open_stream`). "model": the recipe names a draft model
 
     in_batches  whether the sequences of a batch are drafted for, each in its turn: "always"; "never"; or "measured": where
                 that was measured to be faster than plain steps of the whole batch, and never where tokens are sampled
@@ -244,7 +244,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
     def open(self, target: ModelView) -> DraftState: ...
 
     def open_stream(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
-        """Open the draft's own video stream, for the session of these settings; called once if "video" is in `needs`."""
+        """Open the stream in which the draft model watches the video of `session`; called once if it needs "video"."""
         raise DraftError(f"{self.name}: it opens no stream of its own; leave 'video' out of needs.")
 
 

@@ -326,9 +326,9 @@ class Evidence:
 class Answer:
     """An answer about a stream: its text, why it ended, its times, and the frames it is based on.
 
-    `ttft_s`: seconds from the question to its first token on the host; `tokens_per_s`: of those after it, or None;
-    `evidence`, in order of time; `lines`: the timed texts (begin, end, text) in its prompt. `counters` of the memory count
-    all of the session up to this answer: what it alone copied (`host_bytes_in`) is the increase since the last one.
+    `ttft_s`: seconds from the question to the answer's first token; `tokens_per_s`: rate of the later tokens, or None.
+    `evidence`: the frames, in order of time. `lines`: the timed texts (begin, end, text) in its prompt. `counters`: the KV
+    memory's figures; events are counted over the whole session: those of this answer are the increase since the last.
 
     finish_reason  why the answer ends: "stop", the model generated an end token; "length", it has `max_new_tokens`;
                    "positions", the model has no position for another token; "timeout" or "cancelled", the caller ended
@@ -351,7 +351,7 @@ class Answer:
         return f"Answer({self.text!r}, finish_reason={self.finish_reason!r}, {taken})"
 
     def top(self, count: int = 8) -> list[Evidence]:
-        """Return the `count` frames that contributed most to the answer, by score, else by retrieving layers."""
+        """Return the `count` pieces of evidence with the highest `score`, or without scores the largest `recalled`."""
         order = sorted(self.evidence, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))
         return order[:count]
 

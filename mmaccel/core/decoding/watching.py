@@ -22,9 +22,10 @@ class DraftStreamSettings:
     processor  the session's processor
     kv, chunk  the draft's KV memory, and its tokens per forward pass
     prune      the pruner of the draft's tokens, for a draft in another process
-    prompt     instead of a processor, for a prompt of `generate`: a subclass of `PromptAdapter`, and the inputs of one
-               sequence without padding
-    deadline   that of the call of `generate`: by then the prompt must be sent to another process; None: no limit
+    prompt     for a call of `generate`, which has no processor: the subclass of `PromptAdapter` that reads the prompt's
+               video, and the model inputs of one sequence without padding
+    deadline   of the call of `generate`: if the draft runs in another process, the prompt must be sent to it by then;
+               None: no limit
     """
 
     processor: Any

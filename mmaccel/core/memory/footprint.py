@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What a memory keeps and shows of a video, counted in frames (None: all of them). The default is all, on the device.
+    """What a KV memory keeps and shows of a video, counted in frames (None: all). By default it is all, on the device.
 
-    window    frames that a pass of live frames sees, and that stay on the device; `cache`: further frames kept there
+    window    last frames that new frames of a live stream see, kept on the device; `cache`: further frames kept there
     ingest    frames that a pass of a stored video sees; None: as many as there is room for
     shown     frames that a question sees; `recalled`: how many of these each layer finds by a search
     host      frames that the host keeps of those that left the device; `evicts`: the oldest are dropped when it is full

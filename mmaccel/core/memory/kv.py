@@ -146,7 +146,7 @@ class KVPolicy(Policy, ABC, kind="kv"):
         return None
 
     def footprint(self, tokens: int, frames_per_unit: int) -> Footprint:
-        """Return what it keeps and shows of a video, to predict its costs; a unit has `tokens` tokens."""
+        """Return what this memory keeps and shows of a video with `tokens` tokens a unit, to predict its costs."""
         return Footprint()
 
     @abstractmethod
@@ -219,8 +219,8 @@ class StreamPass:
 @dataclass(frozen=True)
 class UnitEvidence:
     """How much an answer rests on one unit (frame): the share of layers that attended to it (retrieved or in the local
-    window), the share that retrieved it, and its part of all attention that reached the answer from units (as in `Evidence`;
-    None: not computed)."""
+    window), the share that retrieved it, and its part, 0 to 1, of all attention that reached the answer's first token from
+    units (None: not computed)."""
 
     share: float
     retrieved: float
@@ -229,10 +229,10 @@ class UnitEvidence:
 
 @dataclass(frozen=True, eq=False)
 class CacheSlot:
-    """Where the new rows of a question or an answer are written at one layer, by a caller that applies RoPE itself. They go
-    after the first `column` columns of the buffers key and value [1, G, N, D], whose keys are after RoPE; `angles` are the
-    rows' cosines and sines [1, 1, n, D], `bias` that of `KVView`. A row sees the columns up to its own. There is room for at
-    least `MARGIN` rows."""
+    """Where a caller that applies RoPE itself writes the n new rows of a question or an answer at one layer: after the first
+    `column` columns of the buffers key and value [1, G, N, D], whose keys are after RoPE. `angles` are the rows' cosines and
+    sines [1, 1, n, D]. `bias` [m] is added to the attention scores of the first m keys. A row sees the columns up to its
+    own. There is room for at least `MARGIN` rows."""
 
     key: Tensor
     value: Tensor
@@ -279,8 +279,8 @@ class StreamState(KVState):
         """Return the memory to its state at `checkpoint`, also after a pass that failed."""
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
-        """Return a copy of the memory as it is now, for the `question_scope` of one question, which sees no later frames.
-        None: frames wait for the answer. `stream`: the copy's facts; `pause` lets frames in while `evidence` is computed."""
+        """Return a copy of the memory that one question reads while new frames enter the original. None: unsupported, so
+        frames wait for the answer. `stream`: the copy's facts; `pause` is called inside `evidence`, to let frames in."""
         return None
 
     def limit_to_units(self, first: int, end: int) -> None:
@@ -303,9 +303,9 @@ class StreamState(KVState):
         return count
 
     def shown_units(self, stream_pass: StreamPass) -> tuple[int, bool]:
-        """Return how many units (frames) the question of `stream_pass` sees, and whether they keep their own positions.
-        Called before the question runs, as its positions follow. If they keep them, all units of the stream count. Otherwise
-        units get consecutive positions, and those shown count (an upper bound if not yet known)."""
+        """Return how many units (frames) come before a question's tokens, to compute their positions, and whether units keep
+        their own positions. If units keep them, all units of the stream count. Otherwise units get consecutive positions,
+        and only those that the question of `stream_pass` sees count (an upper bound if not yet known)."""
         return self.units(), True
 
     def begin_ingest(self) -> None:
@@ -338,14 +338,15 @@ class StreamState(KVState):
         `evidence` counts these alone."""
 
     def record_sparse_rows(self, layer: int, rows: int) -> None:
-        """Record that the first `rows` rows of a question attended sparsely at `layer`; `evidence` uses later rows."""
+        """Record that the first `rows` rows of a question ran sparse attention at `layer`. `evidence`, which needs the
+        attention to all frames, then uses only the later rows."""
 
     def set_query_fields(self, policy: StreamPolicy) -> None:
         """Use from now on the `query_time_fields` of `policy`: fields that matter only to questions."""
 
     def clusters(self) -> dict[str, Tensor]:
-        """Return level name -> cluster index [L or 1, N] at each layer, for a memory that clusters, else {}; each unit
-        (frame) has the same number of consecutive entries."""
+        """Return level name -> cluster index [L or 1, N] of N stored entries at L layers (1: the same at all), else {} if it
+        does not cluster. Entries are in order of time, equally many for each unit (frame)."""
         return {}
 
     def merge_units(self, features: Tensor) -> tuple[Tensor, list[int]]:

@@ -144,8 +144,8 @@ class MultiDeviceStreamState(StreamState):
 
     @property
     def parts(self) -> bool:  # type: ignore[override]
-        """Whether new units (frames) may be added between two layers of a running question: the memories of all devices
-        allow it."""
+        """Whether new units (frames) may be added between two layers of a running question: True if the memories of all
+        devices allow it."""
         return all(state.parts for state in self._states)
 
     append = receive_hidden = write_slot = count_summary_columns = seen_tokens = record_shown_columns = (

@@ -107,8 +107,8 @@ class ForwardPass(PrefillPass):
     rest      columns of the prompt that come after this pass
     branches  the token tree formed by draft tokens to verify
     probes    read what the layers compute
-    later     whether its columns follow what an earlier call, or a stream, has read
-    stream    whether the memory decides what rows see: its view's columns are 0 .. N - 1, the last ones new
+    later     whether the new columns follow a conversation's earlier turn or the frames of a stream
+    stream    whether the pass is of a stream: the KV memory decides what rows see, numbered 0 .. N - 1, the new ones last
     check     called at each layer; what it raises aborts the pass
     pruning   state of the target's pruner, for its stages between layers
     meter     counts query-key pairs; None: that of `config`
@@ -145,10 +145,10 @@ class ForwardPass(PrefillPass):
     """A tensor in place of this pass, for compiled layers, whose arguments are tensors; they look the pass up by it."""
 
     def beats_dense(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
-        """Return whether `layer` should run its pattern and not dense attention over `view` (None: all columns), by sizes
-        and measured costs. Without costs it should, unless backend "auto" expects it to save nothing in a later turn. If the
-        most blocks that it may list cost more than dense, the expected number decides, corrected by the ratio of listed to
-        expected pairs two passes ago (in an ingestion) or at the last sparse layer, whose count it waits for."""
+        """Return whether `layer` should run its pattern, as that is faster than dense attention over `view` (None: all
+        columns). Measured costs decide; without any it is True, or in a later turn with backend "auto" pair counts decide.
+        The pattern's cost follows from the most blocks that it may list; if that loses, from the expected number, corrected
+        by what was listed in an earlier pass or at the last sparse layer."""
         choice, (B, H, n, _) = self.config.choice, query.shape
         if choice is None or not (choice.costs or (self.later and self.config.recipe.backend == "auto")):
             return True

@@ -6,7 +6,7 @@ blocks (`shard_plan_for_rank`); partial results of each row are merged by log-su
 few rows, such as a decoded token, runs in every process; each attends to the keys it holds, and the results are merged
 alike.
 
-Letters as in `attention.py`; R processes.
+Letters: B batch, H query heads, G key/value heads, n rows of a pass, N keys, D head size, R processes.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class ContextGroup:
         return whole.movedim(0, dim)
 
     def patches_per_call(self, count: int, most: int) -> int:
-        """Return how many of `count` patches one call of the vision tower takes, at most `most`, but so few that every
-        process gets a call. Returns `count` if they are few, or if the call already runs one process's share."""
+        """Return into calls of how many patches to cut the vision tower's `count` patches, so that every process gets a
+        call: at most `most`. Returns `count` (no cut) for few patches, or inside a call that is one process's share."""
         if self._runs or count < MIN_ROWS * self.size:
             return count
         return min(most, -(-count // self.size))
@@ -152,7 +152,7 @@ class ContextGroup:
         self, forward: Callable[..., Any], of_columns: Callable[..., dict[str, Any]], states: object
     ) -> Callable[..., Any]:
         """Wrap `forward` of the text model so that each process runs its own rows; the result has all rows. `of_columns`
-        returns the arguments for some columns; `states` are recurrent layers, which are refused."""
+        cuts forward's arguments to some columns. Raises `ModelError` if the model has recurrent layers, `states`."""
         if states:
             raise ModelError(
                 "context_mesh: recurrent layers cannot split a sequence over processes; leave it out for this model."

@@ -101,7 +101,8 @@ class NewImageSpans:
         scale: float,
         backend: BlockAttend | None,
     ) -> Tensor:
-        """Compute attention [B, H, n, D] by `plan` and within images. Rows `tails` (all without a plan) are dense."""
+        """Compute attention [B, H, n, D] of the new columns: `plan` gives the causal pairs (None: all of them), and pairs
+        within images are added. Rows in `tails`, (sequences, begin, end) each, see all causal keys despite the plan."""
 
         def dense(some: slice, begin: int, end: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = v.new_empty(len(q[some]), q.shape[1], end - begin, v.shape[-1])

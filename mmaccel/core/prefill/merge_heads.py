@@ -30,14 +30,14 @@ ALIGNED = 128
 def merge_plans(
     shares: Sequence[Share], heads: int, group: int, queries: TokenLayout, keys: TokenLayout
 ) -> AttentionPlan | None:
-    """Return one plan for all `heads` heads from `shares`, pairs of some heads and their plan (None: dense); None if all are
-    dense.
+    """Return one plan for all `heads` heads of a layer. `shares` are pairs of some heads and the plan they share (None:
+    dense attention); the result is None if all heads are dense. `group` query heads share a key/value head.
 
-    The query rows of each head's parts are concatenated, and padded with -1 to the longest. The spans of all heads are side
-    by side; a head without one of them has empty lists there. Spans whose ranges of distances are equally wide are joined,
-    shifted to begin at 0. No pair is added to what the plans list. Heads whose lists are runs of adjacent blocks form a part
-    of their own, as an operator may read neighbouring lists together there; so does each group of parts that share rows.
-    `group` query heads share a key/value head.
+    The merged plan computes the same pairs in fewer launches. Each head's query rows are concatenated over its parts, and
+    padded with -1 to the longest. The key spans of all heads are side by side; a head has empty lists at spans of other
+    heads. Spans with equally wide ranges of query-key distances are joined, and shifted to begin at 0. Heads whose lists
+    are runs of adjacent blocks form a part of their own, as an operator may read neighbouring lists together there; so does
+    each group of parts that share rows.
 
     Dense heads are not listed: at a million tokens the full lists of one head take 0.7 GB, and block lists run slower than a
     dense kernel. They are in the plan's `dense`, and one dense call computes them.
@@ -128,10 +128,11 @@ class TensorPacker:
     def record_write(
         self, to: PackedSlice, heads: Sequence[int], t: Tensor, begin: int, more: int = 0, shift: int = 0
     ) -> None:
-        """Record a write of `t` [b or 1, heads or 1, n, ...] plus `more` to columns `begin` on of the heads `heads` in `to`.
+        """Record that `t` [b or 1, heads or 1, n, ...] is to be written to the tensor at `to`, from its column `begin` on,
+        for the heads `heads`; `more` is added to each number.
 
-        Where `to` holds rows of block lists (`BlockLists.row`), `more` is added to their first number only, and `shift` to
-        their last.
+        In rows of block lists [..., 5] (`BlockLists.row`) instead only the first number, the index at which the list begins,
+        is increased by `more`, and the last, which is added to each key block's number, by `shift`.
         """
         slots = [head - to.first for head in heads] if to.shape[1] > 1 else [0]
         row = prod(to.shape[3:])
@@ -182,8 +183,8 @@ class MergedSpan(NamedTuple):
         return FAR if self.span.hi >= FAR else self.span.hi - self.span.lo
 
     def keys(self, known: list[Tensor]) -> Any:
-        """Return a key that identifies the tensors of the span's keys: their addresses, or while a graph is traced their
-        index in `known`, to which new tensors are added."""
+        """Return a hashable value that is equal for two spans if they have the same key tensors. It is made of the tensors'
+        addresses; while a graph is traced (no addresses), of their indices in `known`, to which new ones are added."""
         traced = torch.compiler.is_compiling()  # an address is not known there
         keys = [t for t in (self.span.k_row, self.span.k_pos, self.span.bias) if t is not None]
         return tuple((_number(t, known) if traced else t.data_ptr(), t.shape, t.stride()) for t in keys)

@@ -43,8 +43,8 @@ def head_indices(heads: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class HeadRun(NamedTuple):
-    """Query heads whose keys and values are a view, without a copy: adjacent key/value heads, with equally many query heads
-    each."""
+    """Query heads whose keys and values can be sliced from a layer's tensors without a copy: they belong to adjacent
+    key/value heads, with equally many query heads each."""
 
     heads: tuple[int, ...]
     groups: slice
@@ -84,7 +84,7 @@ class DenseHeads:
     """The heads of a plan that use dense causal attention, computed by the dense operator.
 
     `heads` ascend. Of the queries, whose layout is `queries`, only the first `rows` are computed; `keys` is the layout of
-    all keys. `sinks` and `window` are as in `AttentionPlan.limit_to_window`; a window of None is no limit.
+    all keys. With a `window`, a query sees only the first `sinks` columns and those less than `window` columns behind it.
     """
 
     heads: tuple[int, ...]
@@ -169,7 +169,7 @@ class AttentionPlan:
 
     @property
     def own_keys(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values that spans have of their own, each tensor once. In `to_mask` their columns follow `n_key`."""
+        """Keys and values that spans bring along (pooled ones, say), each tensor once; in `to_mask` they follow `n_key`."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for span in (span for part in self.parts for span in part.spans):
             if span.key is not None and span.value is not None:
@@ -177,7 +177,7 @@ class AttentionPlan:
         return list(found.values())
 
     def spans_per_pair(self) -> Tensor:
-        """Return [B, H, n_query, n_key] uint8: in how many spans each pair is; above 1 is a bug. `own_keys` follow."""
+        """Return [B, H, n_query, n_key] uint8: in how many spans each pair is (> 1 is a bug). Last columns: `own_keys`."""
         return self._scattered(torch.uint8, lambda span: torch.ones_like(span.k_row, dtype=torch.uint8))
 
     def to_bias(self) -> Tensor:

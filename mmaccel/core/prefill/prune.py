@@ -33,7 +33,7 @@ vision_key        [S, D]: its key there, a mean over heads; 0 elsewhere
 
 
 class Signals(dict[str, Tensor]):
-    """The signals that a pruner reads at one layer; reading an undeclared one raises `RecipeError`."""
+    """What a pruner reads at a stage: signal name -> tensor, for the names in its `needs`; `RecipeError` for any other."""
 
     def __missing__(self, name: str) -> Tensor:
         raise RecipeError(

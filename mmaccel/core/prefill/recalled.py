@@ -146,7 +146,8 @@ class RetrievedTokenPruning(WrappedMemory):
     share by its own attention. The same holds for what a decoded token sees (`TokenPruner.scoring_layer`). The memory keeps
     what is dropped.
 
-    counts  tokens of units shown, as "visual", and from the layer of each stage on; the most of any layer
+    counts  figures for the report: "visual", the number of visual tokens retrieved, and the number left after each stage;
+            of layers that differ, that of the layer with most
     """
 
     def __init__(

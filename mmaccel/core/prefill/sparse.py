@@ -153,7 +153,8 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         return self.max_blocks_total(n_query, n_key)
 
     def head_pattern_names(self, heads: int) -> tuple[str, ...]:
-        """Return the name of each head's pattern in a layer, for the report; within a boundary as "boundary(pattern)"."""
+        """Return the name of each head's pattern in a layer, for the report. A boundary, which runs another pattern
+        between tokens of given modalities, has the name "boundary(pattern)", such as "boundary_2d(grid)"."""
         return (self.name,) * heads
 
 

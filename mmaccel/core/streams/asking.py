@@ -64,10 +64,10 @@ def run_question(
 
     room    tokens that the answer may have
     weigh   whether `evidence` of the answer will be asked for
-    concurrent  whether frames may come between its layers and its tokens; it still sees the stream as it is at its start
-            (if the memory supports `StreamState.snapshot`); the caller holds the `turns` of the model
+    concurrent  whether new frames may be run between the question's layers and the answer's tokens. The question does not
+            see them, if the memory supports `StreamState.snapshot`; the caller holds the `turns` of the model
     settings  by which tokens are chosen (`StreamAdapter.token_choice`)
-    between   (begin, end) in seconds of the stream: it sees only units that were shown then
+    between   (begin, end) in seconds of the stream: the question sees only units (frames) that were shown in that time
 
     Raises `ModelError`, before anything is run, if the model has no position left for an answer, and `CallEnded` if the
     deadline comes before the first token.
@@ -230,8 +230,8 @@ def _shown(info: StreamInfo, evidence: Mapping[int, UnitEvidence]) -> tuple[Evid
 def plannable_rows_layout(
     recipe: Recipe, asking: Question, rows: int, device: torch.device
 ) -> TokenLayout | None:
-    """Return the layout [1, rows] of the rows of question `asking` if the sparse pattern of `recipe` may act on some of
-    them; else None. The first rows are the tokens that end the video."""
+    """Return the layout [1, rows] by which a sparse pattern plans the rows of a question: the tokens that end the video,
+    then `asking`. None if the rows stay dense: the recipe's pattern is dense, or the rows are few."""
     if recipe.sparse.dense or rows < MIN_ROWS or rows <= recipe.dense_tail:
         return None
     count = len(asking.ids)

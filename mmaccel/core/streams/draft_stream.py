@@ -39,10 +39,10 @@ FACTS = "stream.json"
 
 
 class PromptAdapter(StreamModel):
-    """A `StreamModel` of one prompt of `generate`.
+    """A `StreamModel` by which a draft model reads the video and the text of one prompt of `generate`, as of a stream.
 
-    frames  [T, ...] pixels of the video that the memory holds, a row per frame; empty without video
-    times   seconds at which each was shown
+    frames  [T, ...] pixels of the prompt's video, which the draft's memory is to take in, a row per frame; may be empty
+    times   seconds at which each frame was shown
     """
 
     frames: Tensor
@@ -64,7 +64,7 @@ class LocalDraftStream(DraftStream):
     or, with a `PromptAdapter`, when the first question is read. Of what a question retrieves the draft reads only what
     `prune` keeps; `counts` are the numbers of these tokens, before and after; `pruned` is how many it did not read.
 
-    deadline  ends the reading of frames and questions; it has no time limit: who drops the stream may cancel it
+    deadline  has no time limit; cancel it, as from another thread that drops the stream, to stop reading
     reading  number of tokens in the memory's window -> the sparse pattern for reading stored videos; None, or a memory
              without a window: frames see all earlier ones
     """

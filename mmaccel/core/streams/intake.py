@@ -44,7 +44,7 @@ answers. It waits for the clip that is being taken in, so many seconds at most."
 
 class QuestionLock(FairLock):
     """Lets one question of a session run at a time, up to its answer's first token. Then the answer may leave the lock and
-    go on beside others; `holding` waits for all that left. After `AT_ONCE` answers it calls `between` while none runs."""
+    go on beside others; `holding` waits for all that left. After `AT_ONCE` answers all must end; then it calls `between`."""
 
     _inside: ClassVar[list[int]] = []  # threads of answers that left; each may run what others' call
 

@@ -137,8 +137,8 @@ class AttentionRecordingMemory(WrappedMemory):
         return view
 
     def recorded_attention(self, score: Callable[..., Tensor] | None = None) -> QuestionAttention:
-        """Return the question's attention to each visual token that it saw, a row for each group of layers; with `score` (of
-        hidden states), one row: its scores of these tokens."""
+        """Return the question's attention to each visual token that it saw, one row for each group of layers that the pruner
+        reads. With `score`, for a pruner of hidden states, the one row is what `score` returns for these tokens."""
         groups, unit = self._stage.attention, self._stream.tokens_per_unit
         if not self._heard:
             none, rows = torch.zeros(0, dtype=torch.long), 1 if score else len(groups)

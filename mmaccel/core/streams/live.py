@@ -164,8 +164,8 @@ class AsyncVideoSession:
     ) -> AsyncReply:
         """Return an `AsyncReply`: iterate over it for pieces of the text, or await it for the whole `Answer`.
 
-        The other arguments are those of `VideoSession.ask`. Work begins at once; before the first frame it waits for that,
-        if a `watch` runs or is already scheduled as a task.
+        The other arguments are those of `VideoSession.ask`. Work begins at once. If the session has no frames yet, the
+        question waits for the first one, provided that a `watch` runs or is already scheduled as a task.
         """
         deadline = self.session._deadline(timeout)
         ask = self.session._answering(question, max_new_tokens, deadline, evidence, **how)
@@ -234,8 +234,8 @@ class AsyncVideoSession:
         return self.session.counters()
 
     def clusters(self) -> dict[str, Tensor]:
-        """Return level name -> cluster [L or 1, N] of each stored entry at each layer (1: all layers share it), for a memory
-        that clusters frames; else {}. Entries are in order of time, N / len(shown) for each time step of `shown`."""
+        """Return level name -> cluster index [L or 1, N] of N stored entries at each of L layers (1: the same at all), for a
+        memory that clusters frames; else {}. Entries are in order of time, equally many for each time step of `shown`."""
         return self.session.clusters()
 
     def __len__(self) -> int:

@@ -35,7 +35,7 @@ class Question:
     suffix_length  number of tokens at the end that the chat template puts behind the user's message
     visual   index from which on no token is of an image or a video
     layout   [1, n], the modality of each token; None: all are text
-    after    [A, n] positions less that of the first token, as in `PositionIds`; None: 0, 1, 2, ...
+    after    [A, n] rotary positions relative to the first token's (A is 1, or 3 for M-RoPE); None: 0, 1, 2, ...
     """
 
     ids: Tensor
@@ -55,8 +55,8 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class TokenChoice:
-    """How the tokens of an answer are chosen: `warp` and `generator` as in `core.decoding.draft.Prompt`; ``stop(ids)``, of
-    ids [1, S], returns whether the answer ends with the last one."""
+    """How the tokens of an answer are chosen: `warp` turns a token's logits into the distribution from which `generator`
+    draws it (None: greedy); ``stop(ids)`` returns whether the answer ends with the last token of ids [1, S]."""
 
     warp: Callable[[Tensor, Tensor], Tensor] | None = None
     generator: torch.Generator | None = None
@@ -112,9 +112,9 @@ def restore_states_at_exit(running: RunningStates | None) -> Iterator[None]:
 
 @dataclass(eq=False)
 class StreamInfo:
-    """Facts of a stream other than its memory.
+    """Facts of a stream other than its memory. A unit is one step of time: a frame, or a temporal patch of frames.
 
-    size     (height, width) of the frames of the first clip; `tokens_per_unit`: of a unit of them
+    size     (height, width) of the frames of the first clip; `tokens_per_unit`: tokens of one unit of that size
     fps      the rate of the first clip, from which positions are made; `rate`: that of the last clip
     marks    [m, E] features of the tokens that end any video
     timed    whether the frames' times are known, not made up: positions in seconds then follow them

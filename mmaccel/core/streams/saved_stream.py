@@ -118,9 +118,10 @@ def check_saved_model(where: Path, facts: dict[str, Any], adapter: StreamAdapter
 def read_stream(
     data: Path, told: Path, facts: dict[str, Any], adapter: StreamAdapter, kv: StreamPolicy, chunk: int | None
 ) -> StreamRunner:
-    """Read the stream that `write_stream` wrote into folder `data`, with its `facts` from file `told`, into a memory `kv`.
+    """Return a `StreamRunner` with the saved stream that `write_stream` wrote into folder `data`; `kv` opens its memory.
 
-    Raises `ModelError` if they do not fit.
+    `facts` are those that `write_stream` returned, read from the file `told`. Raises `ModelError` if the stream does not fit
+    the model or `kv`.
     """
     for name, fits in SIZES.items():
         if name not in facts or not fits(facts[name]):

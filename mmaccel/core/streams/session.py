@@ -121,9 +121,10 @@ class VideoSession(FrameIntake):
         pattern. A frame sees all earlier frames of the video, not only the window. At the end, the memory offloads or drops
         frames outside the window, as it does in `watch`. Returns the number of frames. Clips wait until a pass is full, so
         that a path, clips and a tensor are stored alike; a pass has at most 2 GiB of decoded frames.
-        `ingest_frames` of a memory limits how far back frames see, and `counters` say what share of the frames up to them
-        they saw ("ingest_seen"). `progress` is also called between layers; of a path and of clips, a frame counts half once
-        decoded, and wholly once read. All of the video is taken in or nothing; a `timeout` or `cancel` leaves a warning.
+        A memory's field `ingest_frames` limits how many frames before it a frame sees; the counter "ingest_seen" is the
+        share that frames saw, on average, of all frames before them. `progress` is also called between layers; of a path
+        and of clips, a frame counts half once it is decoded, and wholly once the model has read it. All of the video is
+        taken in or nothing; a `timeout` or `cancel` leaves a warning.
         """
         return self._take_in("ingest", video, None, fps, progress, self._deadline(timeout), False, subtitles)
 
@@ -181,8 +182,8 @@ class VideoSession(FrameIntake):
         settings  of `generate`: do_sample with temperature, top_k, top_p and a seed; repetition_penalty; stop_strings;
                   logits_processor or prefix_allowed_tokens_fn, as libraries make them for answers in JSON; by default greedy
 
-        It sees the stream as it is when its answer begins; questions of a session are read one after another, and frames are
-        taken in meanwhile. Before the first frame the call waits for it, if a call of another thread is about to take it in.
+        The question sees the stream as it is when its answer begins. Questions of a session are read one after another, and
+        frames are taken in meanwhile. Without frames yet, the call waits for the first if another thread is about to add it.
         `Answer.finish_reason` says why it ends. Raises `ModelError`, before the model runs, for a question that leaves no
         position for an answer. An answer that reaches the last position ends there, with a warning.
         """
@@ -197,8 +198,8 @@ class VideoSession(FrameIntake):
         self, questions: Sequence[str | Messages], max_new_tokens: int = MAX_NEW_TOKENS, **how: Any
     ) -> list[Answer]:
         """Answer several questions at once; return the answers in order, each as of `ask`. `timeout` is for all together.
-        Decoding is batched, but not with `chat`, a draft or a pruner, under `full`, `offload` and `drop_oldest`
-        (`StreamState.several`), on several devices or with recurrent layers. All end before an error is raised."""
+        Answers are decoded as one batch, except: with `chat`, a draft or a pruner; with kv `full` or `offload` or spill
+        "drop_oldest"; on several devices; with recurrent layers. All answers end before an error is raised."""
         if isinstance(questions, str):
             raise ModelError("ask_all: questions is one text; give a list of questions, or call ask.")
         given = max_new_tokens, self._deadline(how.pop("timeout", None))
@@ -332,8 +333,8 @@ class VideoSession(FrameIntake):
         return whole.report(self.recipe.to_dict(), own.backend, counters, device, why)
 
     def clusters(self) -> dict[str, Tensor]:
-        """Return level name -> cluster [L or 1, N] of each stored entry at each layer (1: all layers share it), for a memory
-        that clusters frames; else {}. Entries are in order of time, N / len(shown) for each time step of `shown`.
+        """Return level name -> cluster index [L or 1, N] of N stored entries at each of L layers (1: the same at all), for a
+        memory that clusters frames; else {}. Entries are in order of time, equally many for each time step of `shown`.
         """
         with self._stream_adapter.turns.holding():
             return {} if self._live is None else self._live.state.clusters()

@@ -74,7 +74,8 @@ class IntakeProgress:
     def report_frames_read(
         self, clip: Clip, done: int, frames: int, more: int = 0, share: float = 0.0
     ) -> None:
-        """Report the frames read: `done` before `clip`, its first `frames`, and a `share` (0 to 1) of the `more` next."""
+        """Report how many frames the model has read: `done` of earlier clips, the first `frames` of `clip`, and a `share`
+        (0 to 1) of the `more` frames of the pass that is running."""
         self._taken = done + frames + share * more
         self._show(None if clip.part else done + len(clip.frames))
 
@@ -86,9 +87,11 @@ class IntakeProgress:
 def layer_check(
     adapter: Any, moved: Callable[[float], None], done: int, count: int, units: int
 ) -> Callable[[], None]:
-    """Return a callback for a pass of `count` units of the `StreamModel` `adapter`, to be called before each layer. It lets
-    waiting answers decode, and calls `moved` with the share read so far of all `units`, `done` of which were read before the
-    pass."""
+    """Return a callback to be called before each layer of a pass over `count` units (frames) on the `StreamModel` `adapter`.
+
+    It lets waiting answers decode, and reports progress: it calls `moved` with the share of a job's `units` units that is
+    done so far. `done` of these units were run before this pass, and this pass's units count by the layers already run.
+    """
     layers, depth = itertools.count(), adapter.view.geometry.layers
 
     def check() -> None:
@@ -267,8 +270,12 @@ def clip_shown_times(
 def frame_times(
     last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
 ) -> list[float]:
-    """Return the seconds, ascending, of `count` new frames after one at `last`: the `given` times, shifted to follow it
-    unless `strict`, or without these one frame every ``1 / fps``. Raises `ModelError` for times that do not rise."""
+    """Return the seconds, ascending, at which `count` new frames are shown, all later than `last` (None: no frame yet).
+
+    They are the `given` times; if these begin at or before `last`, as those of another file do, all are shifted to follow
+    it, or with `strict` refused. Without `given` times there is one frame every ``1 / fps`` seconds (fps None: 1 s). Raises
+    `ModelError` for times that do not rise, or that `strict` refuses.
+    """
     step = 1 / fps if fps else 1.0
     if given is None:
         return [(0.0 if last is None else last + step) + i * step for i in range(count)]

@@ -56,7 +56,7 @@ class GuardedDraftStream:
 
     @classmethod
     def open(cls, draft: DraftStrategy, target: ModelView, told: DraftStreamSettings) -> GuardedDraftStream:
-        """Open the draft's own stream, if `draft` needs video (else it wraps none), for the session of settings `told`."""
+        """Open the stream of `draft` with the session's settings `told`; if it needs no video, none is wrapped."""
         asks = draft.active and "video" in draft.needs
         return cls(partial(draft.open_stream, target, told) if asks else None)
 
@@ -101,7 +101,7 @@ class GuardedDraftStream:
 
     @contextmanager
     def question_scope(self, question: Any, room: int, around: MemoryWrapper) -> Iterator[DraftStream | None]:
-        """Context that gives the draft's stream, prepared for a question that the target has read (wrapped by `around`)."""
+        """Context that gives the draft's stream, prepared for `question`; `around` may hold the target's attention."""
         try:
             with self.drop_on_error() as stream:
                 if stream is not None:
@@ -315,7 +315,7 @@ class StreamRunner:
     def build_next_pass(
         self, state: StreamState, features: Tensor, numbers: Sequence[int]
     ) -> tuple[StreamPass, Tensor]:
-        """Return the next pass of these units (see `run_units`), with as many as fit, and its input rows [n, E]."""
+        """Return the next pass, over as many of the units (see `run_units`) as fit in one, and its input rows [n, E]."""
         info, adapter, first = self.info, self.adapter, state.units()
         if info.timed and state is self.state:
             self.stream.positions.record_unit_times(first, info.unit_times(first))

@@ -112,7 +112,8 @@ def merge_timed_lines(have: tuple[TimedText, ...], new: Sequence[TimedText]) -> 
 def lines_starting_between(
     lines: Sequence[TimedText], since: float, ends: float, shift: float
 ) -> list[TimedText]:
-    """Return `lines` with times increased by `shift`, in seconds: those that then begin from `since` to before `ends`."""
+    """Shift the times of `lines` by `shift` seconds, and return the lines that then begin at or after `since` and before
+    `ends`, in seconds. `lines` are in order of time."""
     first, last = (bisect.bisect_left(lines, at - shift, key=lambda one: one.begin) for at in (since, ends))
     return shift_lines(lines[first:last], shift)
 
@@ -139,8 +140,11 @@ def lines_without_units(info: StreamInfo, gone: Iterable[int]) -> tuple[TimedTex
 def unit_layer_shares(
     state: StreamState, layers: int, tokens: int, numbers: Sequence[int]
 ) -> dict[int, float]:
-    """Return, during a question, unit number -> the share of layers that see the unit (frame), of `tokens` tokens. `numbers`
-    are those of the memory's units in the stream. A layer that cannot tell what it sees counts as seeing all."""
+    """Return, during a question, unit (frame) number -> the share of the `layers` layers that see the unit, if any does.
+
+    `tokens` is the number of tokens a unit. `numbers` are the unit numbers to return, one for each unit of the memory in
+    order. A layer whose memory cannot tell what it sees counts as seeing all units.
+    """
     total = torch.zeros(len(numbers))
     for layer in range(layers):
         seen = state.seen_tokens(layer)

@@ -278,16 +278,6 @@ def test_the_threshold_moves_from_one_bound_to_the_other() -> None:
     grown = 1 - math.exp(-8 / 8)
     found = SplitBounds(small, large, 8.0, 4, 32).threshold(layer.numpy(), n.numpy())
     assert found.tolist() == pytest.approx([0.1, 0.2, 0.2 + 0.4 * grown])
-    s2 = torch.tensor([[0.1, 0.4], [0.0, 0.0], [0.9, 0.9]])
-    n = torch.tensor([[3, 1], [2, 2], [4, 4]])
-    level = ClusterTable(3, 1, torch.float32)
-    level.variance, level.size = s2, n
-    level._count_ids()
-    made = Rules(visual=1, semantic=1, init=2, buffer=0).calibrate(
-        level, False, torch.tensor([FLOOR, 0.01, FLOOR])
-    )
-    assert made.small.tolist() == pytest.approx([1.25 * 0.175, 0.01, CAP])
-    assert made.large.tolist() == pytest.approx([2 * 0.175, 0.01, CAP])
 
 
 def test_few_units_are_split_where_they_are_strangers() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -249,8 +250,6 @@ class _Reading:
             queue.put(StopIteration())
         except BaseException as error:
             queue.put(error)
-        finally:
-            _running.pop(threading.current_thread(), None)
 
     def _open(self, stack: ExitStack, queue: FrameQueue) -> Source:
         path, options, enter = self.path, self.options, stack.enter_context
@@ -274,22 +273,23 @@ class _Reading:
                 raise VideoError(message) from error
 
 
-_running: dict[threading.Thread, tuple[FrameQueue, float]] = {}
-"""The queue of each reading thread, and how many seconds the end of the interpreter waits for it."""
+_running: dict[threading.Thread, tuple[ref[FrameQueue], float]] = {}
+"""The queue of each reading thread, and how many seconds the end of the interpreter waits for it. A thread that has read
+all stays until another one starts: it frees its frames last, and that takes the interpreter's lock too."""
 
 
 @atexit.register
 def _leave() -> None:
     """End all reading before the interpreter goes: it ends the process where a thread comes back into torch later."""
     running, now = list(_running.items()), time.monotonic()
-    for _, (queue, _) in running:
+    for queue in filter(None, [held() for _, (held, _) in running]):
         queue.close()
     for thread, (_, seconds) in running:
         thread.join(max(0.0, now + seconds - time.monotonic()))
 
 
 def _forked() -> None:
-    for queue, _ in list(_running.values()):
+    for queue in filter(None, [held() for held, _ in list(_running.values())]):
         queue.reset_after_fork()
     _running.clear()
 
@@ -320,7 +320,9 @@ class Clips(Iterator[Video]):
     def __next__(self) -> Video:
         if self._end is None:
             if self._thread.ident is None:
-                _running[self._thread] = self._queue, LEAVE_S if self._reading.live else FILE_S
+                for one in [one for one in list(_running) if one.ident is not None and not one.is_alive()]:
+                    _running.pop(one, None)
+                _running[self._thread] = ref(self._queue), LEAVE_S if self._reading.live else FILE_S
                 try:
                     self._thread.start()
                 except RuntimeError:  # no more threads: the next call tries again

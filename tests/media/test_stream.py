@@ -85,6 +85,25 @@ def test_the_end_of_the_interpreter_waits_for_a_slow_frame(film: Film, monkeypat
     assert not any(thread.is_alive() for thread in stream._running)
 
 
+def test_the_end_of_the_interpreter_waits_for_frames_that_a_thread_frees(film: Film) -> None:
+    """What has been read is freed after the thread's last line, and torch takes the interpreter's lock for that."""
+    freed, begun = threading.Event(), threading.Event()
+
+    class Slow:
+        def __del__(self) -> None:
+            begun.set()
+            time.sleep(stream.LEAVE_S / 2)
+            freed.set()
+
+    clips = media.clips(film(), fps=4, frames_per_clip=1)
+    next(clips)
+    clips._queue._items.append(Slow())  # type: ignore[arg-type]
+    del clips
+    assert begun.wait(20)
+    stream._leave()
+    assert freed.is_set()
+
+
 @pytest.mark.parametrize("name", ["grow.ts", "grow.mkv", "grow.mp4"])
 def test_a_growing_file_is_followed_to_its_end(film: Film, tmp_path: Path, name: str) -> None:
     data = film("whole-" + name, muxer=FRAGMENTED if name.endswith("mp4") else None).read_bytes()

@@ -48,13 +48,8 @@ class Driven:
         self.scenes, self.dtype = list(runs(90) if scenes is None else scenes), dtype
         own = {name: fields.pop(name) for name in list(fields) if name in Clusters.__dataclass_fields__}
         self.policy = Mosaic(**{**SMALL, "index": Clusters(**{**CLUSTERS, **own}), **fields})
-        stream = Stream(
-            tokens_per_unit=TOKENS,
-            head=HEAD,
-            frames_per_unit=1,
-            positions=position_ids(axes, limit),
-            dtype=dtype,
-        )
+        at = position_ids(axes, limit)
+        stream = Stream(tokens_per_unit=TOKENS, head=HEAD, frames_per_unit=1, positions=at, dtype=dtype)
         state = self.policy.open_stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type]
         assert isinstance(state, ArchivedMemory)
         self.state = state

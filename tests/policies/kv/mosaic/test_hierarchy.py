@@ -282,17 +282,13 @@ def test_the_threshold_moves_from_one_bound_to_the_other() -> None:
 
 def test_few_units_are_split_where_they_are_strangers() -> None:
     small = torch.tensor([0.1])
-    layer, n, s2 = (
-        torch.zeros(4, dtype=torch.long),
-        torch.tensor([2, 2, 1, 4]),
-        torch.tensor([0.19, 0.21, 0, 0.11]),
-    )
+    layer, n = torch.zeros(4, dtype=torch.long), torch.tensor([2, 2, 1, 4])
+    s2 = torch.tensor([0.19, 0.21, 0, 0.11])
     rules = Rules(visual=1, semantic=1, init=2, buffer=0)
     for visual, found in ((True, [False, True, False, True]), (False, [False, False, False, True])):
         bounds = rules.bounds(small, small, visual)
-        assert (
-            bounds.exceeds_threshold(*(x.numpy() for x in (layer, n, s2, torch.zeros(4)))).tolist() == found
-        )
+        told = bounds.exceeds_threshold(*(x.numpy() for x in (layer, n, s2, torch.zeros(4))))
+        assert told.tolist() == found
 
 
 def test_the_threshold_is_calibrated_layer_by_layer() -> None:
@@ -301,8 +297,7 @@ def test_the_threshold_is_calibrated_layer_by_layer() -> None:
     level = ClusterTable(3, 1, torch.float32)
     level.variance, level.size = s2, n
     level._count_ids()
-    made = Rules(visual=1, semantic=1, init=2, buffer=0).calibrate(
-        level, False, torch.tensor([FLOOR, 0.01, FLOOR])
-    )
+    floors = torch.tensor([FLOOR, 0.01, FLOOR])
+    made = Rules(visual=1, semantic=1, init=2, buffer=0).calibrate(level, False, floors)
     assert made.small.tolist() == pytest.approx([1.25 * 0.175, 0.01, CAP])
     assert made.large.tolist() == pytest.approx([2 * 0.175, 0.01, CAP])

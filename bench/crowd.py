@@ -4,12 +4,13 @@
     python bench/crowd.py --device cuda --fps 2 --streams 10 20 40 --seconds 40 --host-gib 64   # LLaVA-OneVision-7B's
 
 The server's own calls without HTTP: each stream sends a JPEG at `--fps` by a clock of its own (what waits when a call has
-ended goes into the next one, as the WebSocket does), and is asked every `--every` seconds for `--tokens` tokens. A step adds
-streams to those of the step before. Each new one ingests `--before` frames, and is asked once while the others wait; what
-comes in the first `--settle` seconds after that does not count. In a row: `late` is the share of frames that could be asked
-about more than `LATE_S` after they came; `askable`, ms from the frame's time to the end of the call that took it in;
-`first`, from the question's time to its first token, all waiting in it; `gap`, between two tokens of an answer; `host_ms`
-what the process spends on a frame, questions among it. `ok`: no frame late, `first` p95 and `gap` p99 within `FIRST_MS` and
+ended goes into the next one, as the WebSocket does), and is asked every `--every` seconds for `--tokens` tokens. A step
+adds streams to those of the step before. Each new one ingests `--before` frames, and is asked while the others wait. Then
+all take a frame and are asked at once, so that what a server compiles and captures once is there (`warm`); what comes in
+the first `--settle` seconds after that does not count. In a row: `late` is the share of frames that could be asked about
+more than `LATE_S` after they came; `askable`, ms from the frame's time to the end of the call that took it in; `first`,
+from the question's time to its first token, all waiting in it; `gap`, between two tokens of an answer; `host_ms` what the
+process spends on a frame, questions among it. `ok`: no frame late, `first` p95 and `gap` p99 within `FIRST_MS` and
 `GAP_MS`. `device` bytes are what the memories hold, `predicted` what was predicted of them at admission; `holds`, the
 seconds that each stream still has, the least and the most. `busy` is the load that admission predicts; with `--busy 0.8` it
 refuses streams as a server does.
@@ -78,11 +79,24 @@ class Crowd:
             call = partial(one.session.ingest, frames, fps=args.fps)
             async with self.streams.hold_call(one):
                 await self.streams._taken(one, frames[:1], call, Deadline(600), live=False)
-            await self.ask(one, 4)
+            for _ in range(3):  # the second captures, and the third is one of those to come
+                await self.ask(one, 4)
             await self.streams.add_encoded_frames(one, self.jpegs[:1], None, args.fps)
             # Of the first stream nothing was known.
             self.predicted += predicted or self.streams.admission.predicted_bytes(one.promise, device=True)
             self.open.append(one)
+
+    async def warm(self) -> None:
+        """Have all that a server compiles and captures once, for frames and questions of several streams, before a step."""
+        for _ in range(3):
+            some = (
+                self.streams.add_encoded_frames(one, self.jpegs[:1], None, self.args.fps) for one in self.open
+            )
+            await asyncio.gather(*some)
+        count = 2
+        while count < 2 * len(self.open):
+            await asyncio.gather(*(self.ask(one, 2 * self.args.tokens) for one in self.open[:count]))
+            count *= 2
 
     async def ask(self, stream: Stream, tokens: int) -> float:
         """Seconds from the call to the first token."""
@@ -115,6 +129,7 @@ class Crowd:
         """A row of `count` streams."""
         args, device = self.args, torch.device(self.args.device)
         await self.grow(count)
+        await self.warm()
         count, begin = len(self.open), time.perf_counter() + 0.1
         end = begin + args.settle + args.seconds
         clients = [self.frames(one, begin + i / count / args.fps, end) for i, one in enumerate(self.open)]

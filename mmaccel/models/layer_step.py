@@ -150,7 +150,7 @@ class LayerStep(_Step):
         rope     cosines and sines [2, B, n, D] of the rows
         columns  [B, n] long, cache slots of `key` and `value` [B, G, capacity, D] that the rows are written to; where each
                  sequence has its own cache, `key` is the `SeparateKVCaches` of all and `value` is unused
-        sees, bias  tree mask and score bias, as in `decode_attend`
+        sees, bias  tree mask and score bias, as in `decode_attend`, or in `decode_attend_each`
         qkv      what `project` returned for x, if a KV policy had to read it first; None: computed here
         """
         if qkv is None and (self.qk_norms or self.turn or self.gated):
@@ -178,7 +178,7 @@ class LayerStep(_Step):
                 query = layer_ops.rope_rows(*turned, key, value)
         scale = query.shape[-1] ** -0.5
         if isinstance(key, SeparateKVCaches):
-            out = layer_ops.decode_attend_each(query, key, columns, scale)
+            out = layer_ops.decode_attend_each(query, key, columns, scale, bias)
         else:
             out = layer_ops.decode_attend(query, key, value, columns, scale, sees, bias)
         return self.apply_attention_gates(out.transpose(1, 2).reshape(columns.numel(), -1), qkv), query

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import is_not
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from mmaccel.backends.ops.layer_ops import MOST
 from mmaccel.core.adapter import home_device
 from mmaccel.core.attach import Passes
 from mmaccel.core.decoding.replay import CudaGraphCache
+from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
+from mmaccel.models.cache_table import CacheTable
+from mmaccel.models.captured_tower import CapturedVisionTower
 from mmaccel.models.fingerprint import ModuleFingerprint, can_fuse_layers
 from mmaccel.models.layer_step import FusedDeltaNetStep, HiddenRows, LayerStep, StepStates, build_layer_steps
 from mmaccel.models.modules import fused_norm
@@ -29,8 +31,10 @@ DEVICES = ("cuda",)
 WIDTHS = (1, 2, 4, *range(8, 65, 8))
 """Numbers of rows of a question's step: fewer are filled up to the next of these, more go through the modules."""
 
-FRAMES = 2
-"""Frames at most whose way through the vision tower is captured: of more, the device takes longer than the host."""
+
+def _padded(count: int) -> int:
+    """The number of streams, or of rows of an answer, that is captured for `count` of them."""
+    return 1 << (count - 1).bit_length()
 
 
 @contextmanager
@@ -68,39 +72,6 @@ def capture_answer_step(stream: Any, state: StreamState, running: Any) -> None:
             break
 
 
-class CapturedVisionTower:
-    """Runs the vision tower on one or two frames as one CUDA graph, since launching so little work takes the host longer
-    than the device computes. For families whose tower needs nothing but pixels (`Family.pixels_alone`)."""
-
-    def __init__(self, model: nn.Module, family: Any) -> None:
-        self._model, self._family, self._replays = model, family, CudaGraphCache(home_device(model))
-        self._watched: ModuleFingerprint | None = None
-
-    def features(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        """Return what `Family.encode_frames` returns for `inputs`; None where the graph cannot be used: more frames, hooks,
-        autocast, a tower on another device, or modules whose `forward` was replaced."""
-        ((name, pixels), *more), family = inputs.items(), self._family
-        if more or not family.pixels_alone or math.prod(pixels.shape[:-3]) > FRAMES:
-            return None
-        text, multimodal = family.text_model(self._model), family.multimodal(self._model)
-        device = pixels.device
-        roots = [one for one in multimodal.children() if one is not text]
-        if self._watched is None or not self._watched.is_unchanged(roots):
-            self._watched = ModuleFingerprint(roots)
-        away = any(weight.device != device for one in roots for weight in one.parameters())
-        replaced = any("forward" in vars(module) for one in roots for module in one.modules())
-        if away or replaced or self._watched.has_hooks() or torch.is_autocast_enabled(device.type):
-            return None
-        # Not in `roots`: weights of the model itself, such as the newline's.
-        own = tuple(weight.data_ptr() for weight in multimodal.parameters(recurse=False))
-        config: Any = multimodal.config
-        self._replays.set_data_place((self._watched, own, config.vision_config._attn_implementation))
-        room = self._replays.get_buffer("pixels", tuple(pixels.shape), pixels.dtype).copy_(pixels)
-        told = partial(family.encode_frames, self._model, {name: room})
-        (rows,) = self._replays("tower", lambda: (told(),), at=(pixels.shape, pixels.dtype), lasting=False)
-        return rows.clone()  # the next frame, of any stream, comes to lie there
-
-
 class CapturedStreamSteps:
     """Runs questions to a stream, and answers, by CUDA graphs. A question has one graph for the layers between two
     retrievals of its KV memory; an answer retrieves nothing and has one graph for all layers."""
@@ -117,7 +88,7 @@ class CapturedStreamSteps:
         self._state_slots: StateSlots | None = None
         self._replays, self.tower = CudaGraphCache(home_device(model)), CapturedVisionTower(model, family)
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
-        self._sides, self._lie = list[ref[Tensor]](), tuple[Any, ...]()
+        self._caches = CacheTable()
 
     def close(self) -> None:
         """Free the captured CUDA graphs."""
@@ -158,7 +129,7 @@ class CapturedStreamSteps:
 
     def invalidate_layer_check(self) -> None:
         """Mark the layers as unchecked, before a pass that is no answer step; the next `can_run_fused` checks them again."""
-        self._sure, self._sides, self._lie = False, [], ()
+        self._sure = False
 
     def run_step(
         self,
@@ -176,7 +147,7 @@ class CapturedStreamSteps:
         with restore_states_on_error(states):
             carried = self._carried(states, len(embeds)) if states else None
             if slots is not None:
-                return self._answer(slots, embeds, carried)
+                return self._answer([slots], embeds, [len(embeds)], carried)
             out, errors = self._run([(run, len(embeds), hidden)], embeds, {}, carried)
             for error in errors.values():
                 raise error
@@ -194,12 +165,27 @@ class CapturedStreamSteps:
 
     def run_batched_answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
         """Return final hidden states [n, E] of several streams' answers, run as one step, and the errors of failed ones."""
-        errors = dict[int, Exception]()
+        counts = [count for _, count, _ in passes]
+        if len(passes) > 1 and _padded(len(passes)) * _padded(max(counts)) > MOST:
+            half = len(passes) // 2
+            first, errors = self.run_batched_answers(passes[:half], embeds[: sum(counts[:half])])
+            second, more = self.run_batched_answers(passes[half:], embeds[sum(counts[:half]) :])
+            return torch.cat([first, second]), errors | {half + seat: error for seat, error in more.items()}
+        errors, slots = {}, dict[int, list[CacheSlot] | None]()
         for seat, (run, count, _) in enumerate(passes):
             with _noted(errors, seat):
                 run.state.begin_pass(StreamPass(kind="answer", rows=count))  # type: ignore[union-attr]
+                slots[seat] = run.state.write_slot_per_layer()  # type: ignore[union-attr]
         self._replays.set_data_place(self._watched)
-        out, errors = self._run(passes, embeds, errors)
+        ready = {seat: own for seat, own in slots.items() if own is not None}
+        if ready and len(ready) == len(slots):
+            rows = dict(enumerate(embeds.split(counts)))
+            some = torch.cat([rows[seat] for seat in ready])
+            made = self._answer([*ready.values()], some, [counts[seat] for seat in ready], None)
+            rows |= zip(ready, made.split([counts[seat] for seat in ready]), strict=True)
+            out = torch.cat([*rows.values()])
+        else:
+            out, errors = self._run(passes, embeds, errors)
         for seat, (run, _, _) in enumerate(passes):
             if seat not in errors:
                 with _noted(errors, seat):
@@ -257,58 +243,70 @@ class CapturedStreamSteps:
         x[:n], x[n:] = embeds, 0.0
         return x
 
-    def _answer(self, slots: list[CacheSlot], embeds: Tensor, carried: StepStates | None) -> Tensor:
-        """All layers. What they share, angles and the column that rows are written to, is sent once."""
-        x = self._entered(embeds)
-        layers, count, room = self._layers, len(x), self._replays.get_buffer
-        angles, begins, turned, wrote, at = self._named(slots)
-        sizes = (2, 1, count, slots[0].angles[0].shape[-1])
-        ropes = [room(("rope", n), sizes, x.dtype) for n in range(len(angles))]
-        for rope, pair in zip(ropes, angles, strict=True):
-            for place, angle in zip(rope, pair, strict=True):
-                place[:, : angle.shape[2]] = angle[0]
-        starts = [room(("from", n), (1, 1), torch.long).fill_(column) for n, column in enumerate(begins)]
-        biased = [(n, slot.bias) for n, slot in enumerate(slots) if slot.bias is not None]
-        biases = {n: self._bias(n, one) for n, one in biased}
-        if biases:
-            torch._foreach_copy_(list(biases.values()), [one for _, one in biased])
+    def _answer(
+        self, slots: list[list[CacheSlot]], embeds: Tensor, counts: list[int], carried: StepStates | None
+    ) -> Tensor:
+        """Run all layers for answers whose rows `embeds` [n, E] are `counts` each; `slots`: of each answer, those of its
+        layers. Streams and rows are filled up to numbers that are captured."""
+        layers, room = [*zip(*slots, strict=True)], self._replays.get_buffer
+        seats, width, turns, wide = self._answer_sizes(slots, max(counts))
+        x = room("x", (seats * width, embeds.shape[1]), embeds.dtype).zero_()
+        seated = [x[seat * width :][:count] for seat, count in enumerate(counts)]
+        torch._foreach_copy_(seated, [*embeds.split(counts)])
+        sizes = (2, seats, width, slots[0][0].angles[0].shape[-1])
+        ropes = [room(("rope", n), sizes, x.dtype) for n in range(1 + max(turns))]
+        told = [
+            (rope[side, seat, : angle.shape[2]], angle[0, 0])
+            for n, rope in enumerate(ropes)
+            for seat, slot in enumerate(layers[turns.index(n)])
+            for side, angle in enumerate(slot.angles)
+        ]
+        bias = None if not wide else room("biases", (len(layers), seats, wide), torch.float32).zero_()
+        for n, some in enumerate(layers if bias is not None else ()):
+            held = ((seat, slot.bias) for seat, slot in enumerate(some))
+            told += [(bias[n, seat, : len(one)], one) for seat, one in held if one is not None]  # type: ignore[index]
+        torch._foreach_copy_([place for place, _ in told], [one for _, one in told])
+        spare = [0] * (seats - len(slots))
+        begins = torch.tensor([[slot.column for slot in some] + spare for some in layers])
+        starts = room("from", (len(layers), seats), torch.long).copy_(on_device(begins, x.device))
+        with self._caches.locate(self._replays, "answer", layers, seats) as caches:
 
-        def work() -> tuple[Tensor, ...]:
-            LayerStep.refresh_gains(self._steps)
-            rows, columns = HiddenRows(x), [start + layers[0].row_indices[:, :count] for start in starts]
-            for n, (layer, slot) in enumerate(zip(layers, slots, strict=True)):
-                rows = self._led(n, rows, carried)
-                where = ropes[turned[n]], columns[wrote[n]], slot.key, slot.value
-                rows, _ = layer(rows, *where, None, biases.get(n))
-            rows = self._led(len(layers), rows, carried)
-            x.copy_(rows.rows)
-            return ()
+            def work() -> tuple[Tensor, ...]:
+                LayerStep.refresh_gains(self._steps)
+                rows, columns = HiddenRows(x), starts[..., None] + self._layers[0].row_indices[:, :width]
+                for n, layer in enumerate(self._layers):
+                    rows = self._led(n, rows, carried)
+                    where = ropes[turns[n]], columns[n], caches[n], caches[n].home
+                    rows, _ = layer(rows, *where, None, None if bias is None else bias[n])
+                rows = self._led(len(layers), rows, carried)
+                x.copy_(rows.rows)
+                return ()
 
-        self._replays(("answer", count), work, at=at)
-        return fused_norm(self._family.text_model(self.model).norm, x[: len(embeds)], self._family)
+            self._replays(("answer", seats, width, turns, wide), work, at=self._slot_count())
+        out = seated[0] if len(seated) == 1 else torch.cat(seated)
+        return fused_norm(self._family.text_model(self.model).norm, out, self._family)
 
-    def _named(self, slots: list[CacheSlot]) -> tuple[list[Any], list[int], list[int], list[int], Any]:
-        """Of a step: the angles and first columns that layers have, which of these each has, and what its capture goes by
-        beside the number of rows."""
-        angles = {id(slot.angles): slot.angles for slot in slots}
-        begins = list(dict.fromkeys(slot.column for slot in slots))
-        turned = [list(angles).index(id(slot.angles)) for slot in slots]
-        wrote = [begins.index(slot.column) for slot in slots]
-        shapes = tuple((n, slot.bias.shape) for n, slot in enumerate(slots) if slot.bias is not None)
-        sides = [side for slot in slots for side in (slot.key, slot.value)]
-        if len(self._sides) != len(sides) or any(map(is_not, (one() for one in self._sides), sides)):
-            self._sides = [*map(ref, sides)]  # a stream that is gone is not to stay here
-            self._lie = tuple((x.data_ptr(), x.shape, x.stride()) for x in sides)
-        at = self._lie, tuple(turned), tuple(wrote), shapes, self._slot_count()
-        return list(angles.values()), begins, turned, wrote, at
+    def _answer_sizes(
+        self, slots: list[list[CacheSlot]], count: int
+    ) -> tuple[int, int, tuple[int, ...], int]:
+        """Of a step of answers: streams and rows of each, filled up if steps are captured; which of the kinds of angles each
+        layer takes; and the width of the biases, 0 if there are none."""
+        kinds: dict[tuple[int, ...], int] = {}
+        turns = tuple(
+            kinds.setdefault(tuple(id(slot.angles) for slot in some), len(kinds))
+            for some in zip(*slots, strict=True)
+        )
+        longest = max((len(slot.bias) for own in slots for slot in own if slot.bias is not None), default=0)
+        fill = _padded if self._replays.works else int
+        return fill(len(slots)), fill(count), turns, longest and 1 << longest.bit_length()
 
     def is_captured(self, slots: list[CacheSlot] | None) -> bool:
         """Whether an answer's step of one row is captured as a CUDA graph already; `slots` as in `run_step`."""
         self._replays.set_data_place(self._watched)
-        if slots is not None:
-            return self._replays.is_captured(("answer", 1), self._named(slots)[-1])
         lies, ready = self._slot_count(), self._replays.is_captured
-        # A layer with a slot, below those that a pruner cuts, is captured by another name, for each place of it.
+        if slots is not None:
+            return ready(("answer", *self._answer_sizes([slots], 1)), lies)
+        # A layer with a slot, below those that a pruner cuts, is captured by another name.
         layers = range(len(self._layers))
         return ready(("enter", 1), lies) and all(
             ready((n, 1), lies) or ready((n, 1, "slot"), ...) for n in layers
@@ -330,35 +328,39 @@ class CapturedStreamSteps:
         self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor], carried: StepStates | None
     ) -> None:
         layer, count = self._layers[number], len(x)
-        rope, start, bias, at = self._looking(number, 0, slot, count, x.dtype)
-        key, value = slot.key, slot.value
+        rope, start, bias = self._looking(number, 0, slot, count, x.dtype)
+        with self._caches.locate(self._replays, ("question", number), [[slot]], 1) as (cache,):
 
-        def work() -> tuple[Tensor, ...]:
-            columns = start + layer.row_indices[:, :count]
-            left, _ = layer(HiddenRows(x), rope, columns, key, value, None, bias, qkv[number])
-            return self._leave(number, left, x, qkv, carried)
+            def work() -> tuple[Tensor, ...]:
+                columns = start + layer.row_indices[:, :count]
+                given = rope, columns, cache, cache.home, None, bias, qkv[number]
+                left, _ = layer(HiddenRows(x), *given)
+                return self._leave(number, left, x, qkv, carried)
 
-        self._replays((number, count, "slot"), work, at=at)
+            at = None if bias is None else bias.shape, self._slot_count()
+            self._replays((number, count, "slot"), work, at=at)
 
     def _look(
         self, number: int, seat: int, slot: CacheSlot, rows: slice, qkv: Tensor, attended: Tensor
     ) -> None:
         """The attention of the rows of one question of several, to its rows of `attended`."""
         layer, count = self._layers[number], rows.stop - rows.start
-        rope, start, bias, at = self._looking(number, seat, slot, count, qkv.dtype)
-        key, value = slot.key, slot.value
+        rope, start, bias = self._looking(number, seat, slot, count, qkv.dtype)
+        with self._caches.locate(self._replays, ("question", number, seat), [[slot]], 1) as (cache,):
 
-        def work() -> tuple[Tensor, ...]:
-            columns = start + layer.row_indices[:, :count]
-            attended[rows] = layer.attend(None, rope, columns, key, value, None, bias, qkv[rows])[0]
-            return ()
+            def work() -> tuple[Tensor, ...]:
+                columns = start + layer.row_indices[:, :count]
+                given = rope, columns, cache, cache.home, None, bias, qkv[rows]
+                attended[rows] = layer.attend(None, *given)[0]
+                return ()
 
-        self._replays((number, len(qkv), rows.start, count, "look"), work, at=at)
+            at = None if bias is None else bias.shape, self._slot_count()
+            self._replays((number, len(qkv), rows.start, count, "look"), work, at=at)
 
     def _looking(
         self, number: int, seat: int, slot: CacheSlot, count: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor | None, Any]:
-        """Angles, first column and bias of the rows of a question, in rooms that captures read; and where its cache lies."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Angles, first column and bias [1, m] of the rows of a question, in rooms that captures read."""
         room = self._replays.get_buffer
         rope = room(("rope", seat), (2, 1, count, slot.angles[0].shape[-1]), dtype)
         # Most layers turn rows alike, and rows stand behind as many columns as at the question before. Those that fill up
@@ -372,11 +374,8 @@ class CapturedStreamSteps:
         if last is not start or column != slot.column:
             start.fill_(slot.column)
             self._starts[number, seat] = start, slot.column
-        key, value, bias = slot.key, slot.value, slot.bias
-        lies = key.data_ptr(), value.data_ptr(), key.shape, key.stride(), value.stride()
-        bias = None if bias is None else self._bias(seat, bias).copy_(bias)
-        own = self._slot_count()
-        return rope, start, bias, (lies, None if bias is None else bias.shape, own)
+        bias = None if slot.bias is None else self._bias(seat, slot.bias).copy_(slot.bias)[None]
+        return rope, start, bias
 
     def _bias(self, number: int, like: Tensor) -> Tensor:
         """A room of the size of `like` [m], one of all that share a power of two: summary tokens come and go."""

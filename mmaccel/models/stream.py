@@ -71,8 +71,8 @@ class StreamForwardPasses:
 
     @cached_property
     def _few(self) -> step.CapturedStreamSteps:
-        """The captured steps of questions, made where one is asked on a device that captures."""
-        return step.CapturedStreamSteps(self.model, self.family)
+        """The captured steps of questions and answers: those of all streams of the model."""
+        return step.shared_captured_steps(self)
 
     def encode_prompt_video(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
         """Encode a video's `inputs`, `units` time steps of `unit` tokens. Return features [n, P, E] of the stream's units

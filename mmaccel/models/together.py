@@ -49,30 +49,23 @@ def why_not_batchable(model: nn.Module, family: Any, cache: Any) -> str | None:
 
 
 @dataclass(frozen=True, eq=False)
-class KVBufferAddresses:
-    """Memory addresses of the KV buffers of one sequence, whose memory is `state`. `pairs`: keys and values of each layer,
-    `capacity` tokens each; `table` [L, 4] long on the host, as in `SeparateKVCaches` but with addresses counted from 0."""
+class SequenceBuffers:
+    """The KV buffers of one sequence, whose memory is `state`. `pairs`: keys and values of each layer, `capacity` tokens
+    each."""
 
     state: KVState
     pairs: Buffers
     capacity: int
-    table: Tensor
 
     @staticmethod
-    def from_kv_state(state: KVState, room: int) -> KVBufferAddresses:
+    def from_kv_state(state: KVState, room: int) -> SequenceBuffers:
         pairs = state.layer_buffers(room)
-        return KVBufferAddresses(
-            state, pairs, min(key.shape[2] for key, _ in pairs), torch.tensor([*map(_places, pairs)])
-        )
+        return SequenceBuffers(state, pairs, min(key.shape[2] for key, _ in pairs))
 
 
 def _padded(count: int) -> int:
     """The number of rows, or of sequences, that is captured for `count` of them."""
     return next(n for n in decode.ROWS if n >= count)
-
-
-def _places(pair: tuple[Tensor, Tensor]) -> list[int]:
-    return [number for x in pair for number in (x.data_ptr() // x.element_size(), x.stride(1))]
 
 
 class BatchedDecodeSteps:
@@ -87,7 +80,7 @@ class BatchedDecodeSteps:
         self._parts: list[DeviceDecodeStep] = []
         self._layers: list[list[int]] = []
         self._replays: dict[torch.device, CudaGraphCache] = {}
-        self._places, self._shown = 0, list[ref[KVBufferAddresses]]()
+        self._places, self._shown = 0, list[ref[SequenceBuffers]]()
         states = [*runner.family.recurrent_layers(runner.model).values()]
         self._state_slots = StateSlots(states) if states else None
         self._nobody = [RecurrentCacheLayer(one) for one in states]
@@ -136,11 +129,11 @@ class BatchedDecodeSteps:
             runner.count_decoded_tokens(own.shape[1])
         return [made[b : b + 1, : own.shape[1]] for b, own in enumerate(ids)]
 
-    def _laid(self, runner: HFRunner, count: int) -> KVBufferAddresses:
+    def _laid(self, runner: HFRunner, count: int) -> SequenceBuffers:
         state, room = runner.memory(), _padded(count)  # padding is written, too
-        laid: KVBufferAddresses | None = runner.laid
+        laid: SequenceBuffers | None = runner.laid
         if laid is None or laid.state is not state or state.length() + room > laid.capacity:
-            laid = runner.laid = KVBufferAddresses.from_kv_state(state, room)
+            laid = runner.laid = SequenceBuffers.from_kv_state(state, room)
         return laid
 
     def _lay(self, like: Buffers, places: int) -> None:
@@ -168,7 +161,7 @@ class BatchedDecodeSteps:
                 DeviceDecodeStep(number, self._replays[device], short, steps, [], held, first, ends, None)
             )
 
-    def _show(self, laid: Sequence[KVBufferAddresses], count: int) -> None:
+    def _show(self, laid: Sequence[SequenceBuffers], count: int) -> None:
         """Tell the parts where the memories lie, of `count` sequences with those that are not there."""
         if [id(one()) for one in self._shown] == [id(one) for one in laid]:
             return
@@ -182,10 +175,10 @@ class BatchedDecodeSteps:
             table = room(("table", part.number), (len(numbers), MOST, 4), torch.long)
             if part.replays.works:
                 spare = room("spare", (1, shape[1], WINDOW, shape[3]), kind)
-                nobody = torch.tensor(_places((spare, spare))).expand(len(numbers), count - len(laid), 4)
-                told = torch.cat([torch.stack([one.table[numbers] for one in laid], 1), nobody], 1)
-                told[..., ::2] -= home.data_ptr() // home.element_size()
-                table[:, :count] = told.to(table.device)
+                spares = [(spare, spare)] * (count - len(laid))
+                each = [[*(one.pairs[n] for one in laid), *spares] for n in numbers]
+                told = [[SeparateKVCaches.addresses(home, *pair) for pair in some] for some in each]
+                table[:, :count] = torch.tensor(told).to(table.device)
             # What is captured reads the table alone; memories are not kept here.
             pairs = [[] if part.replays.works else [one.pairs[n] for one in laid] for n in numbers]
             part.buffers = [

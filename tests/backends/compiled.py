@@ -182,7 +182,7 @@ def decoded(n: int, dtype: torch.dtype = BF16, size: int = 128, tree: bool = Fal
 def each(n: int, dtype: torch.dtype = BF16) -> None:
     """The same of eight sequences with a cache each; they are entered in bfloat16, turned alone elsewhere."""
     query, home, columns = blank(8, n, 28, 128, dtype=dtype), blank(1, 4, 1, 128, dtype=dtype), zeros(8, n)
-    caches = SeparateKVCaches((), home, zeros(8, 4))
+    caches = SeparateKVCaches([], home, zeros(8, 4))
     decode.decode_attend_each(query.transpose(1, 2), caches, columns, 0.1)
     weight, turn = [blank(w, E) for w in WEIGHTS["qkv"]], blank(2, 8, n, 128, dtype=dtype)
     if dtype == BF16:

@@ -118,10 +118,21 @@ def test_each_sequence_over_a_cache_of_its_own(size: int, dtype: torch.dtype) ->
     columns = torch.tensor([[2, 3], [120, 121], [0, 1], [64, 65]], device=DEVICE)
     query = drawn(4, 2, 4 if INTERPRETED else 14, size, dtype=dtype).transpose(1, 2)
     caches = apart([4, 122, 2, 66], 2, size, dtype)
-    out = decode.decode_attend(query, caches.home, caches.home, columns, size**-0.5, splits=4, each=caches)
-    for b, pair in enumerate(caches.pairs):
-        own = query[b : b + 1], *pair, columns[b : b + 1], size**-0.5
-        assert torch.equal(out[b : b + 1], decode.decode_attend(*own, splits=4))
+    given = query, caches.home, caches.home, columns, size**-0.5
+    biases = [drawn(4, 5, seed=3), None]
+    for bias in biases:
+        out = decode.decode_attend(*given, bias=bias, splits=4, each=caches)
+        for b, pair in enumerate(caches.pairs):
+            own = query[b : b + 1], *pair, columns[b : b + 1], size**-0.5
+            alone = decode.decode_attend(*own, bias=None if bias is None else bias[b], splits=4)
+            assert torch.equal(out[b : b + 1], alone)
+    found = (
+        form(query, caches, columns, size**-0.5, biases[0])
+        for form in (decode.decode_attend_each, decode_attend_each.plain)
+    )
+    torch.testing.assert_close(
+        *found, atol=2e-2 if dtype.itemsize == 2 else 1e-5, rtol=1e-2 if dtype.itemsize == 2 else 1e-5
+    )
     exact, allowed = budget_of_each(query, caches, columns, size)
     for found in (decode.decode_attend_each(query, caches, columns, size**-0.5), out):
         assert float((found.double() - exact).abs().max()) <= allowed

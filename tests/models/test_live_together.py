@@ -168,14 +168,13 @@ def test_what_fails_in_one_memory_leaves_the_other_answers(
     seen = sizes("random-ov")
     with several(MEMORIES["rekv"], 0, 0) as ((good, bad), (alone, _)):
         kind: Any = type(bad._live.state)  # type: ignore[union-attr]
-        late, full = nth(*range(11, 999)), torch.OutOfMemoryError("no room")
+        late, full = nth(*range(3, 999)), torch.OutOfMemoryError("no room")
 
-        def fails(state: Any, layer: int, *_: Any) -> bool:
-            mine = getattr(state, "_main", None) is bad._live.state  # type: ignore[union-attr]
-            return mine and layer == 1 and late()
+        def fails(state: Any) -> bool:
+            return getattr(state, "_main", None) is bad._live.state and late()  # type: ignore[union-attr]
 
         with monkeypatch.context() as patch:
-            broken(patch, kind, "append", full, fails)
+            broken(patch, kind, "write_slot_per_layer", full, fails)
             found = at_once([lambda: told(good.ask(QUESTION, TOKENS)), lambda: bad.ask(QUESTION, TOKENS)])
         assert found[0] == alone and isinstance(found[1], torch.OutOfMemoryError)
         assert max(seen) == 2

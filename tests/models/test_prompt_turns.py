@@ -284,9 +284,6 @@ def test_the_memory_goes_with_the_result(
         cache = out.past_key_values
         fast.generate(**later, **HOW, past_key_values=cache)
         held = [weakref.ref(one) for one in (cache.prompt, cache.live, cache.live.state)]
-        if captured:
-            held += cache.prompt._few._sides
-            assert kv in ("no_cache", "offload") or len(held) > 3
         assert None not in [one() for one in held[:3]]
         if close:
             cache.close()

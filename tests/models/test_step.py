@@ -4,6 +4,8 @@ only where that is sound."""
 import copy
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import DynamicCache
 
 import mmaccel
+from mmaccel.backends.ops import layer_ops
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding import replay
 from mmaccel.core.memory.kv import CacheSlot
@@ -26,6 +29,7 @@ from tests.policies.kv.mosaic.test_prefetch import Replayed
 from tests.policies.kv.test_fields import VIEWS
 from tests.spies import crossed, heard
 
+EACH = "qkv_rope_rows_each", "rope_rows_each", "decode_attend_each"
 FREE = {*VIEWS, "split", "split_with_sizes", "_reshape_alias"}
 """What launches nothing."""
 
@@ -47,6 +51,17 @@ class Calls(TorchDispatchMode):
                 self._inside = False
 
         monkeypatch.setattr(Repeated, "__call__", noted)
+        for name in EACH:
+            counted: Any = partial(self._each, name, own := getattr(layer_ops, name))
+            counted.call_directly = own.call_directly
+            monkeypatch.setattr(layer_ops, name, counted)
+
+    def _each(self, name: str, operator: Any, *given: Any) -> Any:
+        """An operator on several caches, which torch does not know."""
+        if self.on:
+            (self.captured if self._inside else self.launched)[name] += 1
+        with _disable_current_modes():
+            return operator(*given)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -69,6 +84,7 @@ class Calls(TorchDispatchMode):
 
 
 LAYER = {"qkv_rope_rows": 1, "decode_attend": 1, "residual_linear": 2, "project_rows": 1}
+ANSWERS = {"qkv_rope_rows": "qkv_rope_rows_each", "decode_attend": "decode_attend_each"}
 
 
 @pytest.mark.usefixtures("repeated")
@@ -118,19 +134,43 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
         for _ in range(4):
             session.ask(QUESTION, 3)
     captured, _ = passes[-3]
-    own = {"rope_rows": 1, "decode_attend": 1, "residual_linear": 2, "project_rows": 1}
-    assert captured["rope_rows"] == layers == 2
+    own = {"rope_rows_each": 1, "decode_attend_each": 1, "residual_linear": 2, "project_rows": 1}
+    assert captured["rope_rows_each"] == layers == 2
     # After the last layer no norm follows, and nothing is asked of the next one. The rest is the memory's.
     made = Counter({name: layers * number for name, number in own.items()})
     made += Counter({"project_rows": layers + 1, "_foreach_copy_": layers - 1})
     made["residual_linear"] -= 1
     assert {name: captured[name] for name in made} == made
     captured, launched = passes[-1]
-    assert captured == Counter({name: layers * number for name, number in LAYER.items()}) + Counter(
+    each = {ANSWERS.get(name, name): number for name, number in LAYER.items()}
+    assert captured == Counter({name: layers * number for name, number in each.items()}) + Counter(
         {"add": 1, "copy_": 1, "project_rows": 1}
     ) - Counter({"residual_linear": 1})
     # The last norm is launched by itself.
     assert launched["copy_"] <= 4 and sum(launched.values()) <= 12
+
+
+@pytest.mark.usefixtures("repeated")
+def test_what_is_captured_serves_every_stream_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tables of where caches lie: a second stream captures nothing of the layers, alone or in a batch, and says what it
+    says without captures."""
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    model, processor = copy.deepcopy(pair("random-ov")[0]), pair("random-ov")[1]
+    with ExitStack() as stack:
+        open_one = partial(mmaccel.VideoSession, model, processor, None, kv=KV["mosaic"])
+        first, second = (stack.enter_context(open_one()) for _ in range(2))
+        first.watch(film(25), fps=FPS)
+        second.watch(film(25).flip(0), fps=FPS)
+        steps: Any = first._live.adapter._few  # type: ignore[union-attr]
+        steps._replays.works = False
+        wanted = second.ask(QUESTION, 6).ids
+        steps._replays.works = True
+        for _ in range(2):
+            first.ask(QUESTION, 6)
+        captured = {name: set(ways) for name, ways in steps._replays._held.items()}
+        assert len(captured) > 3 and steps is second._live.adapter._few  # type: ignore[union-attr]
+        assert second.ask(QUESTION, 6).ids == wanted
+        assert {name: set(ways) for name, ways in steps._replays._held.items()} == captured
 
 
 KV = every_stream(frames=6, window=8)
@@ -303,6 +343,6 @@ def test_captures_of_answers_are_given_back(monkeypatch: pytest.MonkeyPatch) -> 
         for few in range(1, 3 * replay.KEPT):
             slots = [CacheSlot(key, key, 300, angles, torch.zeros(few))] * shape.layers
             for _ in range(2):
-                steps._answer(slots, torch.zeros(1, shape.hidden), None)
-        assert sum(map(len, replays._held.values())) == replay.KEPT
-        assert sum(name[0] == "bias" for name, *_ in replays._rooms) <= 6 * shape.layers
+                steps._answer([slots], torch.zeros(1, shape.hidden), [1], None)
+        # One for all that share a power of two.
+        assert len(replays._held) == 5 == sum(name == "biases" for name, *_ in replays._rooms)

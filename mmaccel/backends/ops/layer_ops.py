@@ -275,20 +275,29 @@ class SeparateKVCaches:
     """
 
     aligned: ClassVar[int] = 8
-    pairs: Sequence[tuple[Tensor, Tensor]]
+    pairs: list[tuple[Tensor, Tensor]]
     home: Tensor
     table: Tensor
 
+    @staticmethod
+    def addresses(home: Tensor, key: Tensor, value: Tensor) -> list[int]:
+        """Return the row of `table` for a sequence's `key` and `value` [1, G, capacity, D]."""
+        item = home.element_size()
+        return [n for x in (key, value) for n in ((x.data_ptr() - home.data_ptr()) // item, x.stride(1))]
+
 
 @operator("decode", serves=runs_triton_in_float32)
-def decode_attend_each(query: Tensor, caches: SeparateKVCaches, columns: Tensor, scale: float) -> Tensor:
+def decode_attend_each(
+    query: Tensor, caches: SeparateKVCaches, columns: Tensor, scale: float, bias: Tensor | None = None
+) -> Tensor:
     """Attention of decode steps of a batch in which each sequence has its own KV cache, which already contains the new rows:
-    query [B, H, n, D], row i of sequence b sees slots 0 .. columns[b, i]. Returns [B, H, n, D]."""
+    query [B, H, n, D], row i of sequence b sees slots 0 .. columns[b, i]. bias [B, m] float32 is added to the scores of each
+    sequence's slots 0 .. m - 1. Returns [B, H, n, D]."""
     found = []
     for b, (key, value) in enumerate(caches.pairs):
         length = int(columns[b, -1]) + 1  # beside a device this form does not run: nothing waits
         own = query[b : b + 1], key[:, :, :length], value[:, :, :length], columns[b : b + 1]
-        found.append(decode_attend.plain(*own, scale))
+        found.append(decode_attend.plain(*own, scale, bias=None if bias is None else bias[b]))
     return torch.cat(found)
 
 

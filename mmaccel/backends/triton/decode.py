@@ -63,10 +63,10 @@ def _begins(table, b, which: tl.constexpr, head, lines, mask, EACH: tl.constexpr
     return begin
 
 
-@triton.jit(do_not_specialize=["n", "biased"])
+@triton.jit(do_not_specialize=["n", "biased", "bias_line"])
 def flash_decode_kernel(
-    query, key, value, columns, sees, bias, table, part, lse, scale, n, biased, query_lines, key_lines,
-    value_lines,
+    query, key, value, columns, sees, bias, table, part, lse, scale, n, biased, bias_line, query_lines,
+    key_lines, value_lines,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr, TREE: tl.constexpr,
     BIAS: tl.constexpr, WINDOW: tl.constexpr, EACH: tl.constexpr, PRECISION: tl.constexpr,
@@ -75,10 +75,10 @@ def flash_decode_kernel(
     """Compute attention of the new tokens over one piece of the KV cache, for the query heads of one key/value head.
 
     Row r of a program is head r % GROUP of new token r // GROUP. BIAS: `bias` is added to the scores of the first `biased`
-    cache slots. TREE: each number in `sees` has a bit for each of the newest WINDOW slots, set if the token sees that slot.
-    EACH, if not 0: each sequence has its own cache, found by `table`. query_lines, key_lines, value_lines: strides
-    (`row_strides`). part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS] (base 2) float32: the results of the pieces, 0 and
-    -inf for rows that see nothing of a piece.
+    cache slots; that of the next sequence begins `bias_line` elements on. TREE: each number in `sees` has a bit for each of
+    the newest WINDOW slots, set if the token sees that slot. EACH, if not 0: each sequence has its own cache, found by
+    `table`. query_lines, key_lines, value_lines: strides (`row_strides`). part [B, H, n, SPLITS, D] and lse [B, H, n,
+    SPLITS] (base 2) float32: the results of the pieces, 0 and -inf for rows that see nothing of a piece.
     """
     split = tl.program_id(0)
     g, b = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
@@ -108,7 +108,7 @@ def flash_decode_kernel(
         score = tl.dot(q, keys, input_precision=PRECISION) * (scale * 1.4426950408889634)
         if BIAS:  # noqa: SIM102 - what is constant leaves no trace
             if tile * BLOCK_N < biased:
-                more = tl.load(bias + at, mask=at < biased, other=0.0)
+                more = tl.load(bias + b * bias_line + at, mask=at < biased, other=0.0)
                 score += (more * 1.4426950408889634)[None, :]
         if TREE:
             if (tile + 1) * BLOCK_N > length - WINDOW:
@@ -183,9 +183,10 @@ def decode_attend(
     columns, tree = columns.contiguous(), sees is not None
     sees = sees.contiguous() if tree else columns
     table, aligned = (columns, 0) if each is None else (each.table, each.aligned)
+    biased, line = (0, 0) if bias is None else (bias.shape[-1], bias.shape[-1] if bias.dim() == 2 else 0)
     flash_decode_kernel[(splits, B * G, tiles)](
         query, key, value, columns, sees, lse if bias is None else bias.contiguous(), table, part, lse, scale,
-        n, 0 if bias is None else len(bias), row_strides(query), row_strides(key), row_strides(value),
+        n, biased, line, row_strides(query), row_strides(key), row_strides(value),
         GROUPS=G, GROUP=group, D=D, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         LEAST=LEAST, TREE=tree, BIAS=bias is not None, WINDOW=torch.iinfo(sees.dtype).bits, EACH=aligned,
         PRECISION="ieee", STAGES=stages, num_warps=4,
@@ -198,10 +199,10 @@ def decode_attend(
     return out
 
 
-def decode_attend_each(query, caches, columns, scale):
+def decode_attend_each(query, caches, columns, scale, bias=None):
     """Launch `ops.layer_ops.decode_attend_each`: attention of query [B, H, n, D], each sequence over its own cache, which
-    kernels find by `caches.table`; columns [B, n] as in `decode_attend`."""
-    return decode_attend(query, caches.home, caches.home, columns, scale, each=caches)
+    kernels find by `caches.table`; columns [B, n] as in `decode_attend`, bias [B, m]."""
+    return decode_attend(query, caches.home, caches.home, columns, scale, bias=bias, each=caches)
 
 
 @triton.jit

@@ -1,0 +1,52 @@
+"""`CacheTable`: tells captured steps, by a tensor on the device, where the KV caches of several streams lie."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mmaccel.backends.ops.layer_ops import WINDOW, SeparateKVCaches
+from mmaccel.core.decoding.replay import CudaGraphCache
+from mmaccel.core.memory.buffers import on_device
+from mmaccel.core.memory.kv import CacheSlot
+
+
+class CacheTable:
+    """Keeps tables of the addresses of KV caches, in buffers of `CudaGraphCache`. A CUDA graph that finds its caches by a
+    table serves every stream: the host writes other addresses into it, and captures nothing again."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Hashable, tuple[Tensor, list[SeparateKVCaches]]] = {}
+        self._written: dict[Hashable, list[list[list[int]]]] = {}
+
+    @contextmanager
+    def locate(
+        self, replays: CudaGraphCache, name: Hashable, layers: Sequence[Sequence[CacheSlot]], seats: int
+    ) -> Iterator[list[SeparateKVCaches]]:
+        """Context that writes the addresses of the caches of `layers`, for each layer those of B streams, into the table
+        `name`, and gives each layer's `SeparateKVCaches`. There are as many as `seats`: rows of streams that are missing go
+        to a buffer that nobody reads. No cache is kept when the context ends."""
+        like, room = layers[0][0].key, replays.get_buffer
+        groups, size = like.shape[1], like.shape[3]
+        home = room("home", (1, groups, 1, size), like.dtype)
+        spare = room("spare", (1, groups, WINDOW, size), like.dtype)
+        name, table = ((name, seats, like.dtype), room(("table", name), (len(layers), seats, 4), torch.long))
+        if name not in self._tables or self._tables[name][0] is not table:
+            self._tables[name] = table, [SeparateKVCaches([], home, rows) for rows in table]
+            self._written.pop(name, None)
+        caches, spares = self._tables[name][1], [(spare, spare)] * (seats - len(layers[0]))
+        pairs = [[*((slot.key, slot.value) for slot in some), *spares] for some in layers]
+        lie = [[SeparateKVCaches.addresses(home, *pair) for pair in some] for some in pairs]
+        if self._written.get(name) != lie:
+            table.copy_(on_device(torch.tensor(lie), table.device))
+            self._written[name] = lie
+        for cache, some in zip(caches, pairs, strict=True):
+            cache.pairs[:] = some
+        try:
+            yield caches
+        finally:
+            for cache in caches:
+                cache.pairs.clear()

@@ -1,0 +1,51 @@
+"""`CapturedVisionTower`: the vision tower on one or two frames, as one CUDA graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.adapter import home_device
+from mmaccel.core.decoding.replay import CudaGraphCache
+from mmaccel.models.fingerprint import ModuleFingerprint
+
+FRAMES = 2
+"""Frames at most whose way through the vision tower is captured: of more, the device takes longer than the host."""
+
+
+class CapturedVisionTower:
+    """Runs the vision tower on one or two frames as one CUDA graph, since launching so little work takes the host longer
+    than the device computes. For families whose tower needs nothing but pixels (`Family.pixels_alone`)."""
+
+    def __init__(self, model: nn.Module, family: Any) -> None:
+        self._model, self._family, self._replays = model, family, CudaGraphCache(home_device(model))
+        self._watched: ModuleFingerprint | None = None
+
+    def features(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """Return what `Family.encode_frames` returns for `inputs`; None where the graph cannot be used: more frames, hooks,
+        autocast, a tower on another device, or modules whose `forward` was replaced."""
+        ((name, pixels), *more), family = inputs.items(), self._family
+        if more or not family.pixels_alone or math.prod(pixels.shape[:-3]) > FRAMES:
+            return None
+        text, multimodal = family.text_model(self._model), family.multimodal(self._model)
+        device = pixels.device
+        roots = [one for one in multimodal.children() if one is not text]
+        if self._watched is None or not self._watched.is_unchanged(roots):
+            self._watched = ModuleFingerprint(roots)
+        away = any(weight.device != device for one in roots for weight in one.parameters())
+        replaced = any("forward" in vars(module) for one in roots for module in one.modules())
+        if away or replaced or self._watched.has_hooks() or torch.is_autocast_enabled(device.type):
+            return None
+        # Not in `roots`: weights of the model itself, such as the newline's.
+        own = tuple(weight.data_ptr() for weight in multimodal.parameters(recurse=False))
+        config: Any = multimodal.config
+        self._replays.set_data_place((self._watched, own, config.vision_config._attn_implementation))
+        room = self._replays.get_buffer("pixels", tuple(pixels.shape), pixels.dtype).copy_(pixels)
+        told = partial(family.encode_frames, self._model, {name: room})
+        (rows,) = self._replays("tower", lambda: (told(),), at=(pixels.shape, pixels.dtype), lasting=False)
+        return rows.clone()  # the next frame, of any stream, comes to lie there

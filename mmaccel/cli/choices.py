@@ -33,6 +33,7 @@ from mmaccel.core.streams.sources import StreamEvent, clips_with_reconnect
 from mmaccel.models import load_processor, loading
 
 if TYPE_CHECKING:
+    from mmaccel.core.streams.session import VideoSession
     from mmaccel.media import Video
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -148,6 +149,15 @@ def parse_size(text: str, option: str) -> int:
     if not found or found[2].upper() not in SHARES or float(found[1]) * SHARES[found[2].upper()] < least:
         raise RecipeError(f"{option}: {text!r} is not a size; give one such as 24GB or 22.5GiB.")
     return int(float(found[1]) * SHARES[found[2].upper()])
+
+
+def load_session(session: VideoSession, folder: Path, asked: list[tuple[float | None, str]]) -> None:
+    """Load a saved session to ask the questions `asked`; raises `ModelError` for one whose time has passed."""
+    session.load(folder)
+    for at, text in asked:
+        if at is not None and at < session.seconds:
+            end = f"the saved session is at {session.seconds:g} s"
+            raise ModelError(f"--question: {text!r} is for {at:g} s, and {end}; leave out @{at:g}.")
 
 
 def load_stream_recipe(text: str) -> Recipe:

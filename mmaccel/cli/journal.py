@@ -77,6 +77,11 @@ def find_resume_point(folder: Path, reading: WatchSource) -> ReadProgress | None
     `whole` of the result: nothing is left, as the video was read to its end and is no longer growing.
     """
     last = _of_session(folder)
+    if last is None:
+        remark(
+            f"{reading.video} is watched from its beginning: {folder} does not tell what it has read (a save from Python "
+            "does not); to ask without watching, leave the video out."
+        )
     if last is None or last.reading.video != reading.video:
         return None
     former = last.reading

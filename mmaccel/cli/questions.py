@@ -174,7 +174,9 @@ def evidence_footer(answer: Answer, moments: int) -> list[str]:
         lines.append("these were seen; this memory does not tell which of them the answer is based on")
     elif any(one.share > one.recalled == 0 for one in answer.top(moments)):
         lines.append("0% retrieved: a recent frame, or another that every question sees without retrieval")
-    decoded = describe_decoding(len(answer.ids), answer.tokens_per_s)
+    # With the end token, as the report counts.
+    count = len(answer.ids) + (answer.finish_reason == "stop")
+    decoded = describe_decoding(count, answer.tokens_per_s)
     lines.append(f"first token {answer.ttft_s:.3f} s; decode: {decoded}")
     return [line for line in lines if line]
 

@@ -162,7 +162,7 @@ def watch(
         asked.sort(key=lambda one: float("inf") if one[0] is None else one[0])
         session = VideoSession(choices.load_cli_model(model, device, dtype, load), processor, chosen)
         if load is not None:
-            session.load(load)
+            choices.load_session(session, load, asked if video is None else [])
     except KeyboardInterrupt:
         if save is None:
             raise

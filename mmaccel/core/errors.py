@@ -6,12 +6,14 @@ import dataclasses
 import difflib
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 SHOWN = 60
 """Characters of a user's value that an error shows."""
+MOST_NAMES = 5
+"""Unknown names that one error tells."""
 
 
 def quoted(value: Any, most: int = SHOWN) -> str:
@@ -107,6 +109,7 @@ OWN = "for a policy of your own give its file, `mmaccel --import FILE`, or impor
 class UnknownName(RecipeError):
     """A name is in no registry; the message suggests the nearest known name and lists the known ones.
 
+    name   one name, or several of one kind, of which each gets its nearest
     kinds  known name -> its kind, where known names are of several kinds; the message lists only the kind of the nearest
            name. None: it lists all known names
     own    whether the message adds that a file of the user could register the name
@@ -118,7 +121,7 @@ class UnknownName(RecipeError):
     def __init__(
         self,
         kind: str,
-        name: str,
+        name: str | Sequence[str],
         known: Iterable[str],
         kinds: Mapping[str, str] | None = None,
         own: bool = False,
@@ -130,19 +133,23 @@ class UnknownName(RecipeError):
             super().__init__(f"{kind} {name!r} {meant}.")
             return
         names = sorted(known)
-        given, name = name, name[:SHOWN]  # a text of megabytes is like no name, and comparing it takes hours
-        near = difflib.get_close_matches(name, [*names, *others], n=1, cutoff=0.55)
+        given = [name] if isinstance(name, str) else [*name[:MOST_NAMES]]
+        near = []
+        for one in given:  # cut: a text of megabytes is like no name, and comparing it takes hours
+            near += difflib.get_close_matches(one[:SHOWN], [*names, *others], n=1, cutoff=0.55)
         text = f"there are {', '.join(names) or 'none'}."
         if kinds is not None:
             text = "`mmaccel list` has them all."
             if near:
                 same = ", ".join(one for one in names if kinds[one] == kinds[near[0]])
                 text = f"of kind {kinds[near[0]]} there are {same}; `mmaccel list` has the others."
-        of = ", of its index or store, or of an earlier version" if near and near[0] not in names else ""
-        hint = f"did you mean {near[0]!r}{of}? {text[0].upper()}{text[1:]}" if near else text
+        of = ", of its index or store, or of an earlier version" if {*near} - {*names} else ""
+        hint = (
+            f"did you mean {' and '.join(map(repr, near))}{of}? {text[0].upper()}{text[1:]}" if near else text
+        )
         hint = f"{hint[:-1]}; {OWN}." if own else hint
         what = f"unknown {kind}" if owner is None else f"{owner} has no {kind}"
-        super().__init__(f"{what} {quoted(given)}: {hint}")
+        super().__init__(f"{what}{'s' * (len(given) > 1)} {' and '.join(map(quoted, given))}: {hint}")
 
 
 class ModelError(MmaccelError):

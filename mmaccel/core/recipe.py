@@ -108,12 +108,19 @@ class Recipe:
                 f"version: {quoted(version)}; this mmaccel reads versions up to {VERSION}: give that, or update mmaccel."
             )
         known = [f.name for f in dataclasses.fields(cls)]
-        for name in (*choices, *fields):
-            if name not in known:
-                raise UnknownName("recipe field", name if isinstance(name, str) else quoted(name), known)
-        if isinstance(source, Recipe):
-            return dataclasses.replace(source, **choices) if choices else source
-        return cls(**{**fields, **choices})
+        try:
+            if unknown := [name for name in (*choices, *fields) if name not in known]:
+                _check_nesting({**fields, **choices}, unknown)
+                raise UnknownName(
+                    "recipe field", [one if isinstance(one, str) else quoted(one) for one in unknown], known
+                )
+            if isinstance(source, Recipe):
+                return dataclasses.replace(source, **choices) if choices else source
+            return cls(**{**fields, **choices})
+        except RecipeError as error:
+            if str(source).endswith((".yaml", ".yml")) and not choices:
+                error.args = (f"recipe {quoted(str(source), outside.PATH)}: ", *error.args)
+            raise
 
     def to_dict(self) -> dict[str, Any]:
         """Return a mapping from which `load` makes an equal recipe; of a loaded model only the class name is given."""
@@ -122,6 +129,24 @@ class Recipe:
     def to_yaml(self) -> str:
         """Return the recipe as YAML text, with its `version`."""
         return yaml.safe_dump({"version": VERSION, **self.to_dict()}, sort_keys=False)
+
+
+def _check_nesting(given: Mapping[str, Any], unknown: list[str]) -> None:
+    """Raise `RecipeError` if the `unknown` fields of a recipe are those of a policy; it says where they belong."""
+    moved = {name: given[name] for name in unknown}
+    for kind in BASES:
+        part = moved if "name" in moved else given.get(kind)
+        part = {"name": part} if isinstance(part, str) else part
+        if not isinstance(part, Mapping) or part.get("name") not in [*registry(kind)]:
+            continue
+        if part is moved or moved.keys() <= {
+            one.name for one in dataclasses.fields(registry(kind)[part["name"]])
+        }:
+            others = {name: one for name, one in given.items() if name not in (*unknown, kind)}
+            meant = quoted({**others, kind: {**part, **moved}}, 200)
+            raise RecipeError(
+                f"{kind} {part['name']!r}: give its fields in a mapping of their own; write {meant}."
+            )
 
 
 def load_session_recipe(where: Path, saved: Mapping[str, Any], again: bool = False) -> Recipe:
@@ -325,7 +350,8 @@ def read_recipe_fields(source: str | Path) -> dict[str, Any]:
             if text in registry(kind):
                 return {kind: text}
         meant = next(filter(None, (registry(kind).explain_foreign_name(text) for kind in BASES)), None)
-        raise UnknownName("recipe", text, list_recipes(), list_recipes(), own=True, meant=meant)
+        kinds = {**list_recipes(), **{name: kind for kind in BASES for name in registry(kind)}}
+        raise UnknownName("recipe", text, kinds, kinds, own=True, meant=meant)
     fields = outside.read_yaml(content, where)
     example = f"sparse: {next(iter(registry('sparse')))}"
     if fields is None:

@@ -300,15 +300,15 @@ class Registry(Mapping[str, type[Any]]):
             having = self.matching_names_text(lambda one: field in {f.name for f in dataclasses.fields(one)})
             more = f", or take {self.kind} {having}" if having else ""
             raise RecipeError(f"{self.kind} {name!r} has no fields; remove {quoted(field)}{more}.")
-        for field in given:
-            if field not in known:
+        if unknown := [field for field in given if field not in known]:
+            for field in unknown:
                 if field in BASES:
                     self.reject_unused_part(name, field, given[field])
-                unknown = field if isinstance(field, str) else quoted(field)
-                parts = [one for kind in PARTS if kind in known for one in registry(kind).values()]
-                own = [one.name for part in parts for one in dataclasses.fields(part)]
-                others = [*getattr(cls, "FORMER", ()), *own]
-                raise UnknownName("field", unknown, known, others=others, owner=f"{self.kind} {name!r}")
+            parts = [one for kind in PARTS if kind in known for one in registry(kind).values()]
+            own = [one.name for part in parts for one in dataclasses.fields(part)]
+            others = [*getattr(cls, "FORMER", ()), *own]
+            texts = [field if isinstance(field, str) else quoted(field) for field in unknown]
+            raise UnknownName("field", texts, known, others=others, owner=f"{self.kind} {name!r}")
         _check_types(f"{self.kind} {name!r}", cls, given)
         try:
             return cls(**given)

@@ -184,7 +184,7 @@ def _answer(answer: Fields, end: float, thumbnails: Thumbnails | None) -> str:
         ]
         count = answer.get("moments", len(evidence))
         parts.append(
-            f"<p class=less>Rests on {count} moments; the first {min(MOST, len(some))} of them, best first.</p>"
+            f"<p class=less>The {min(MOST, len(some))} of {count} moments seen that weigh most, best first.</p>"
         )
         parts += [
             _timeline([one["seconds"] for one in evidence], weights, end),

@@ -268,7 +268,7 @@ DAMAGED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", [*DAMAGED, "pipe", "bytes of no text", "none"])
-def test_a_damaged_journal_is_as_if_there_were_none(tmp_path: Path, name: str) -> None:
+def test_a_damaged_journal_is_as_if_there_were_none(tmp_path: Path, name: str, capsys: Any) -> None:
     folder, reading = tmp_path / "s", WatchSource(**READ)
     folder.mkdir()
     (folder / "session.json").write_text('{"frames": 3}')
@@ -285,7 +285,9 @@ def test_a_damaged_journal_is_as_if_there_were_none(tmp_path: Path, name: str) -
         place.unlink()
         if name == "pipe":
             os.mkfifo(place)
-    assert find_resume_point(folder, reading) is None
+    assert (
+        find_resume_point(folder, reading) is None and "watched from its beginning" in capsys.readouterr().err
+    )
 
 
 def test_an_error_that_nobody_foresaw_loses_nothing(

@@ -125,6 +125,7 @@ def test_what_a_memory_does_not_tell_is_left_blank() -> None:
     assert [row.split() for row in rows] == [["frame", str(n), str(n), "s", "100%", "0%"] for n in range(2)]
     told = evidence_footer(answer, 2)
     assert told[0] == "and on 2 more" and "does not tell" in told[1]
+    assert told[2].endswith("decode: 2 tokens") and "1 token," in repr(answer)
 
 
 def test_questions_are_piped(clip: str, ov: str) -> None:
@@ -192,6 +193,7 @@ def test_a_saved_session_is_asked_without_a_video(call: Call, clip: str, ov: str
     for words, sentence in (
         (("watch", *model), "there is no video; name one, or a saved session with --load"),
         (("watch", "--load", tmp_path / "s", *model), "there is no question; give one with --question"),
+        (("watch", "--load", tmp_path / "s", *model, "--question", "hi ?@40"), "at 60 s; leave out @40."),
     ):
         assert sentence in call.error(*words)
 

@@ -3,6 +3,7 @@ told by what each declares."""
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from mmaccel.cli.choices import load_stream_recipe
 from mmaccel.core.decoding.draft import DraftState
 from mmaccel.core.errors import OWN, MmaccelWarning, RecipeError, UnknownName
 from mmaccel.core.layout import VIDEO, TokenLayout
@@ -160,6 +162,20 @@ def sentence(source: object = None, **choices: object) -> str:
     return refusal(lambda: Recipe.load(source, **choices), RecipeError)
 
 
+def test_fields_of_a_policy_beside_it_are_told_where_they_belong(tmp_path: Path) -> None:
+    told = "kv 'mosaic': give its fields in a mapping of their own; write {'kv': {'name': 'mosaic', 'frames': 16}}."
+    for given in ({"name": "mosaic", "frames": 16}, {"kv": "mosaic", "frames": 16}):
+        assert sentence(given) == told
+        (tmp_path / "r.yaml").write_text(json.dumps(given))
+        assert sentence(tmp_path / "r.yaml").endswith(f"r.yaml': {told}")
+    with pytest.raises(UnknownName) as wrong:
+        Recipe.load("mosaik")
+    with pytest.raises(UnknownName) as other:
+        load_stream_recipe("mosaik")
+    both = [re.findall("full, .*, window", str(one.value)) for one in (wrong, other)]
+    assert both[0] == both[1] != []
+
+
 def test_unknown_names_give_the_nearest_and_the_list() -> None:
     for wrong, near in (("a_shap", "a_shape"), ("rekw", "rekv"), ("sequentiel", "sequential")):
         told, kinds = sentence(wrong), list_recipes()
@@ -172,6 +188,11 @@ def test_unknown_names_give_the_nearest_and_the_list() -> None:
     told = sentence(sparse={"name": "a_shape", "windw": 3})
     assert "sparse 'a_shape' has no field 'windw': did you mean 'window'?" in told and "sink" in told
     assert "unknown backend 'cuda'" in sentence(backend="cuda")
+    assert "fields 'sprase' and 'bakend': did you mean 'sparse' and 'backend'?" in sentence(
+        sprase=1, bakend=2
+    )
+    told = sentence(sparse={"name": "a_shape", "windw": 3, "snk": 2})
+    assert "has no fields 'windw' and 'snk': did you mean 'window' and 'sink'?" in told
     # A name far from all gives the list alone.
     told = sentence(sparse="zzzzzz")
     assert "did you mean" not in told and ": there are a_shape, " in told

@@ -347,7 +347,9 @@ class Answer:
     def __repr__(self) -> str:
         """The text and what it took; evidence and counters are attributes."""
         pace = "" if self.tokens_per_s is None else f", then {self.tokens_per_s:.1f} tokens/s"
-        taken = f"{len(self.ids)} tokens, the first after {self.ttft_s:.3f} s{pace}"
+        taken = (
+            f"{len(self.ids)} token{'s' * (len(self.ids) != 1)}, the first after {self.ttft_s:.3f} s{pace}"
+        )
         return f"Answer({self.text!r}, finish_reason={self.finish_reason!r}, {taken})"
 
     def top(self, count: int = 8) -> list[Evidence]:

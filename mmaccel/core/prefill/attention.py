@@ -87,11 +87,11 @@ class AttentionConfig:
             self.meter.add_note(self.recipe.sparse.note)
         if tokens is None or context is None or context / ELSEWHERE <= tokens <= context * ELSEWHERE:
             return
-        message = f"sparse: {self.recipe.sparse.name} was searched on {context} tokens, and this prompt has {tokens}"
+        message = f"sparse: {self.recipe.sparse.searched_as} was searched on {context} tokens, and this prompt has {tokens}"
         self.meter.add_note(message)
         if not self._warned:
-            self._warned = True
-            warn(f"{message}; search at this length for budgets that fit it.")
+            warn(f"{message}; `mmaccel search` at this length makes one that fits it.")
+        self._warned = True
 
 
 PASS = "mmaccel_pass"

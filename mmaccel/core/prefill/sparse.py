@@ -136,6 +136,11 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         """The prompt length, in tokens, for which this pattern's budgets were chosen; None: any."""
         return None
 
+    @property
+    def searched_as(self) -> str:
+        """What was searched at that length, as messages call it."""
+        return self.name
+
     def for_layer(self, layer: int) -> SparsePattern:
         """Return the pattern of one layer: itself, unless it differs between layers."""
         return self

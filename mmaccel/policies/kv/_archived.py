@@ -159,7 +159,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
     index       how units are found, by name or with its fields: "frames" or "clusters" (`mmaccel describe clusters`)
     encode_frames  while the stream is encoded, each layer of a pass retrieves so many frames; 0: it sees only the window. A
                 frame encoded under its window alone knows nothing of what came before, and questions about the order
-                of two things are then answered at chance, whatever they retrieve (`lab/LOG.md`). Above 0 what is stored
+                of two things are then answered at chance, whatever they retrieve. Above 0 what is stored
                 depends on how the stream is cut into passes, so on where calls of `watch` end too; not on questions
     encode_by   what retrieves then: the mean query of a "pass", or each "frame" by its own, one frame a pass
     reps        most summary tokens, those of the highest scores first: one represents each cluster, at its mean time

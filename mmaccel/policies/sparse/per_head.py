@@ -97,6 +97,10 @@ class PerHead(SparsePattern):
     def searched_prompt_length(self) -> int | None:
         return None if self._file is None else self._file.get("context")
 
+    @property
+    def searched_as(self) -> str:
+        return f"the table {self.table}"
+
     @cached_property
     def _layers(self) -> dict[int, SparsePattern]:
         return {}
@@ -142,7 +146,8 @@ class PerHead(SparsePattern):
             bound = replace(self, table=f"{model.model_folder}/{FILE}" if there else {}).for_model(model)
             if not there:
                 rest = getattr(self.default, "name", None)
-                note = f"sparse: per_head found no table of heads ({FILE}) in the model's folder; {rest} runs for all heads"
+                note = f"sparse: no table of heads ({FILE}) is in the model's folder; {rest} runs for all heads; "
+                note += f"`mmaccel search MODEL --video FILE --out {FILE}` makes one"
                 object.__setattr__(bound, "note", note)
             return bound
         file, adapter, whole = self._file, model.adapter, model.model

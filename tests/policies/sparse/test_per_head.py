@@ -210,8 +210,8 @@ def test_a_prompt_far_from_the_length_of_the_search_is_told_once(
             model(**inputs)
             model(**inputs)
         assert [str(one.message) for one in caught if "searched on" in str(one.message)] == [
-            f"sparse: per_head was searched on {context} tokens, and this prompt has {length}; search at this length for "
-            "budgets that fit it."
+            f"sparse: the table {tmp_path}/table.json was searched on {context} tokens, and this prompt has {length}; "
+            "`mmaccel search` at this length makes one that fits it."
         ] * told
         assert any("searched on" in note for note in fast.report().notes) == told
 
@@ -249,14 +249,17 @@ def test_the_shipped_table_lies_in_the_model_s_folder(tmp_path: Path) -> None:
     with mmaccel.accelerate(model, either) as fast, torch.no_grad():
         model(**prompt("qwen", PIECES))
         assert fast.report().heads() == {"tri_shape": 8}
-        told = "sparse: per_head found no table of heads (heads.json) in the model's folder; tri_shape runs for all heads"
+        told = (
+            "sparse: no table of heads (heads.json) is in the model's folder; tri_shape runs for all heads; "
+        )
+        told += "`mmaccel search MODEL --video FILE --out heads.json` makes one"
         assert fast.report().notes == (told,)
     model.config._name_or_path = str(tmp_path)
     (tmp_path / "heads.json").write_text(json.dumps(table_of(model)))
     with mmaccel.accelerate(model, either) as fast, torch.no_grad():
         model(**prompt("qwen", PIECES))
         assert fast.report().heads() == {"a_shape": 8} and not any(
-            "found no" in one for one in fast.report().notes
+            "no table" in one for one in fast.report().notes
         )
     with mmaccel.accelerate(model, "per_head") as fast, torch.no_grad():
         model(**prompt("qwen", PIECES))

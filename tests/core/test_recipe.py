@@ -179,7 +179,7 @@ def test_fields_of_a_policy_beside_it_are_told_where_they_belong(tmp_path: Path)
 def test_unknown_names_give_the_nearest_and_the_list() -> None:
     for wrong, near in (("a_shap", "a_shape"), ("rekw", "rekv"), ("sequentiel", "sequential")):
         told, kinds = sentence(wrong), list_recipes()
-        same = [name for name, kind in kinds.items() if kind == kinds[near]]
+        same = registry(kinds[near])
         want = f"did you mean {near!r}? Of kind {kinds[near]} there are {', '.join(sorted(same))}; "
         want += f"`mmaccel list` has the others; {OWN}."
         assert told == f"unknown recipe {wrong!r}: {want}"

@@ -345,12 +345,10 @@ class Answer:
     lines: tuple[tuple[float, float, str], ...] = ()
 
     def __repr__(self) -> str:
-        """The text and what it took; evidence and counters are attributes."""
+        """The text and what it took."""
         pace = "" if self.tokens_per_s is None else f", then {self.tokens_per_s:.1f} tokens/s"
-        taken = (
-            f"{len(self.ids)} token{'s' * (len(self.ids) != 1)}, the first after {self.ttft_s:.3f} s{pace}"
-        )
-        return f"Answer({self.text!r}, finish_reason={self.finish_reason!r}, {taken})"
+        taken = f"token{'s' * (len(self.ids) != 1)}, the first after {self.ttft_s:.3f} s{pace}"
+        return f"Answer({self.text!r}, finish_reason={self.finish_reason!r}, {len(self.ids)} {taken})"
 
     def top(self, count: int = 8) -> list[Evidence]:
         """Return the `count` pieces of evidence with the highest `score`, or without scores the largest `recalled`."""

@@ -87,7 +87,8 @@ class AttentionConfig:
             self.meter.add_note(self.recipe.sparse.note)
         if tokens is None or context is None or context / ELSEWHERE <= tokens <= context * ELSEWHERE:
             return
-        message = f"sparse: {self.recipe.sparse.searched_as} was searched on {context} tokens, and this prompt has {tokens}"
+        name = self.recipe.sparse.searched_table
+        message = f"sparse: {name} was searched on {context} tokens, and this prompt has {tokens}"
         self.meter.add_note(message)
         if not self._warned:
             warn(f"{message}; `mmaccel search` at this length makes one that fits it.")

@@ -137,8 +137,8 @@ class SparsePattern(Policy, ABC, kind="sparse"):
         return None
 
     @property
-    def searched_as(self) -> str:
-        """What was searched at that length, as messages call it."""
+    def searched_table(self) -> str:
+        """Return the name that messages give to what was searched: the pattern's, or its table of heads."""
         return self.name
 
     def for_layer(self, layer: int) -> SparsePattern:

@@ -98,7 +98,7 @@ class PerHead(SparsePattern):
         return None if self._file is None else self._file.get("context")
 
     @property
-    def searched_as(self) -> str:
+    def searched_table(self) -> str:
         return f"the table {self.table}"
 
     @cached_property

@@ -53,8 +53,8 @@ def accelerated_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function registered with transformers: computes a layer by the `ForwardPass` that the keyword `PASS` holds.
 
-    It also returns attention weights if `output_attentions` is set. A call without `PASS` comes from another thread while a
-    stream's pass runs on the model: it uses the attention that the model's own config names.
+    Shapes as in `ForwardPass.attend`, but it returns [B, n, H, D]; and weights if `output_attentions` is set. Without
+    `PASS`, in another thread's call during a stream's pass, it uses the attention that the model's own config names.
     """
     run: ForwardPass | PackedForwardPass | None = kwargs.pop(PASS, None)
     if run is None:
@@ -321,8 +321,8 @@ class KVCache(Cache):
 
     @contextmanager
     def at_work(self, ticket: Tensor | None = None) -> Iterator[None]:
-        """Context in which the model's layers may append to this cache; outside of it they raise `ModelError`. `ticket`: of
-        the pass that appends (`issue_pass_ticket`), for compiled layers."""
+        """Context in which the model's layers may append to this cache; outside of it they raise `ModelError`. Compiled
+        layers need the `ticket` of the pass that appends (`issue_pass_ticket`)."""
         self.door.open, self.door.ticket = True, ticket
         try:
             yield

@@ -13,7 +13,8 @@ from mmaccel.models.prompt_layout import Inputs
 
 
 class TextModelMixin:
-    """Mixin of a `Family` for text-only models: the whole model is the language model, and prompts are text alone."""
+    """Mixin of a `Family` for text-only models: the whole model is the language model, and prompts are text alone. Its
+    methods replace those of `Family`."""
 
     name = "text"
     model_types: ClassVar[tuple[str, ...]] = ()

@@ -80,9 +80,9 @@ def can_capture_decode(model: nn.Module, family: Any, cache: Any, also: Sequence
 
 @dataclass(frozen=True, eq=False)
 class CachedSequenceInfo:
-    """How the layers on one device store a sequence's tokens.
+    """How the decoder layers of one device cache the tokens of a sequence.
 
-    lacks  number of prompt tokens that a pruner dropped before these layers: a token's cache index is its number minus this
+    lacks  number of prompt tokens that a pruner dropped before these layers: the token at column c has cache index c - lacks
     rope   RoPE cosines and sines [2, B, capacity, D] for the positions of the cached tokens
     bias   [m] float32, added to the attention scores of the first m cached tokens, or None
     """
@@ -101,10 +101,10 @@ class DeviceDecodeStep:
     row_indices  [1, WINDOW] long, 0 to WINDOW - 1: the numbers of a step's rows
     layers   the fused steps of its layers, in order
     buffers  keys and values [B, G, capacity, D] of each attention layer, written in place; or `SeparateKVCaches` of each
-    held     for each of these attention layers, how it stores the sequence's tokens
-    words    the input embedding; None if hidden states come from another part
-    ends     the final norm and the LM head's weights; None if hidden states go to another part
-    looks    buffer for the last layer's queries [B, H, 1, D] of the first row, which a token pruner reads; or None
+    held     the `CachedSequenceInfo` of each of these attention layers
+    words    the input embedding module in the first part; None in later parts, which get hidden states
+    ends     the final norm and the LM head's weights in the last part; None in earlier parts, which return hidden states
+    looks    buffer that gets the last layer's queries [B, H, 1, D] of the first row, which a token pruner reads; or None
     """
 
     number: int
@@ -160,9 +160,10 @@ class DeviceDecodeStep:
         branches: Branches | None,
         carried: tuple[StateSlots, tuple[int, ...]] | None = None,
     ) -> Tensor:
-        """Run these layers on `given`, ids [1, count] or hidden states [width, E] (`count` rows padded to `width`), after
-        `held` cached tokens. Returns logits [1, width, V] or hidden states, in a buffer that the next call overwrites.
-        `carried`: slots of recurrent states and the arguments of `deltanet_rows`."""
+        """Run these layers on `count` rows, padded to `width`, after `held` cached tokens; `given` holds ids [1, count] or
+        hidden states [width, E]. Returns logits [1, width, V], or hidden states [width, E], in a buffer that the next call
+        overwrites. `branches`: the draft tree of the rows, or None. `carried`: slots of the recurrent states, and the
+        sequence's row (start, base, upto, slot) of `StepStates.bounds`."""
         room, tree, sees = self.replays.get_buffer, branches is not None, None
         shape = (1, width) if given.dtype == torch.long else tuple(given.shape)
         place, start = room("given", shape, given.dtype), room("start", (1, 1), torch.long)
@@ -236,8 +237,9 @@ class SequenceDecodeSteps:
         return out[:, :count].clone()
 
     def build_steps(self, state: KVState, delta: int, room: int) -> list[DeviceDecodeStep]:
-        """Build the decode steps, device by device, over KV buffers with room for `room` more tokens. Graphs that were
-        captured over buffers since replaced are dropped."""
+        """Build the decode steps, device by device, over the KV buffers of `state` with room for `room` more tokens.
+        `delta`: a token's position minus its column. Steps are kept for later calls; if buffers or `delta` change, they and
+        their graphs are built anew."""
         buffers = state.layer_buffers(room)
         laid = delta, [state.count_dropped(layer) for layer in range(len(buffers))]
         same = self.parts and all(a[0] is b[0] for a, b in zip(buffers, self._buffers, strict=True))

@@ -1,7 +1,5 @@
-"""`Family`: the facts that describe a model family, and adapter methods for Hugging Face models built like Qwen2.
-
-Importing this file does not import transformers; imports inside methods avoid cycles.
-"""
+"""`Family`: the facts that describe a model family, and adapter methods for Hugging Face models built like Qwen2. Importing
+this file does not import transformers; imports inside methods avoid cycles."""
 
 from __future__ import annotations
 
@@ -211,6 +209,7 @@ class Family(ModelFamily):
         return {LAYERS: {one.layer_idx: n for n, one in enumerate(modules)}} if modules else {}
 
     def rotary_module(self, model: nn.Module) -> nn.Module:
+        """Return the module that computes RoPE cosines and sines from positions."""
         return self.text_model(model).rotary_emb  # type: ignore[return-value]
 
     def window_attention_tower(self, model: nn.Module) -> nn.Module | None:
@@ -218,6 +217,7 @@ class Family(ModelFamily):
         return None
 
     def token_embedding(self, model: nn.Module) -> nn.Embedding:
+        """Return the input embedding of token ids."""
         return model.get_input_embeddings()  # type: ignore[operator, no-any-return]
 
     def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:

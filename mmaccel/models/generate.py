@@ -385,6 +385,7 @@ class TokenCounter:
         self.count_tokens, self.inner, self.prompt = count_tokens, inner, True
 
     def put(self, value: Tensor) -> None:
+        """Report the number of new tokens in `value` [B] or [1, n] (the first call has the prompt), and forward them."""
         if not self.prompt:
             # [B] tokens of a step, or [1, n] that were guessed and verified.
             self.count_tokens(value.shape[1] if value.ndim == 2 else 1)

@@ -202,7 +202,7 @@ class GenericFamily(Family):
     def split_images(
         self, inputs: Inputs, layout: TokenLayout, columns: slice
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Split image inputs into those with tokens at `columns` and the rest, for models that take frames as images."""
+        """Split image inputs into those with tokens at `columns` and the rest; None if there are videos, or no images."""
         if PIXELS[VIDEO] in inputs or not is_nonempty(inputs.get(PIXELS[IMAGE])):
             return None
         visual = layout.modality[0] != TEXT

@@ -143,13 +143,13 @@ class ModelAttachment(AttachmentBase):
         return (asked if asked is not None else getattr(self.text.config, "use_cache", None)) is not False
 
     def cached_columns(self, cache: Cache | None) -> Columns | None:
+        """Return layout and positions of the tokens in `cache`; None for no cache or unknown tokens."""
         if isinstance(cache, KVCache):
             return cache.sequence
         return self.sequences.get(cache) if cache is not None else None
 
     def get_generate_option(self, name: str, kwargs: Mapping[str, Any]) -> Any:
-        """Look up the value of `generate`'s argument `name`: in `kwargs`, else in its generation config, else in the
-        model's; None if it is nowhere."""
+        """Return `generate`'s argument `name`: of `kwargs`, else its generation config, else the model's; or None."""
         if name in kwargs:
             return kwargs[name]
         given = getattr(kwargs.get("generation_config"), name, None)

@@ -5,9 +5,9 @@ Changed are methods of one instance, the config that modules hold, and forward h
 until they are done. Calls that began before a recipe was attached hold no lock: they are found on the stacks of their
 threads, so a plain model needs no hook.
 
-A running call may itself wait for a new call of a helper thread, so blocking new calls for good could deadlock. A new call
-waits at most `FIRST_S` seconds for a change that waits for older calls, and then runs. Once those older calls have ended,
-the wait restarts with the calls running by then, and `LONGER` times as long a limit, until it exceeds the length of a call.
+A running call may itself wait for a new call of a helper thread, so that blocking new calls for good could deadlock. While a
+change waits for older calls, a new call waits at most `FIRST_S` seconds and then runs. Each time the older calls have ended
+and others run by then, the change waits for those, and a new call waits at most `LONGER` times as long as before.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _unregister(hook: Callable[..., Any], hooks: dict[int, Any], with_kwargs: di
 
 @contextmanager
 def shared_hooks(module: nn.Module, name: str, install: Callable[[Hooks], None]) -> Iterator[None]:
-    """Context that shares hooks among threads: the first thread to enter calls `install`, the last to leave removes them."""
+    """Context in which `module` has the hooks `name`: the first thread to enter calls `install`, the last removes them."""
     with hooks_lock:
         known = _shared.setdefault(module, {})
         if name not in known:
@@ -209,7 +209,7 @@ class ModelReadWriteLock:
 
     @contextmanager
     def exclusive_access(self, what: str) -> Iterator[None]:
-        """Context that holds the lock as a writer: running calls end first, new ones wait. Raises `ModelError` in a call."""
+        """Hold the lock as a writer, to do `what`: running calls end, new ones wait. `ModelError` inside a call."""
         me = threading.get_ident()
         with self._state:
             if me in self._inside or self._alone == me:
@@ -228,8 +228,8 @@ class ModelReadWriteLock:
                 self._state.notify_all()
 
     def wait_for_running_calls(self, what: str, modules: Collection[nn.Module]) -> None:
-        """Inside `exclusive_access`: wait for running calls of `modules` that do not hold the lock, because they began
-        before any hook was installed."""
+        """Inside `exclusive_access(what)`: wait until running calls of `modules` that hold no lock have ended. These began
+        before any hook was installed. Raises `ModelError` if one of them is in this thread."""
         if _call_of(sys._getframe(), modules):
             raise _within(what)
         with self._state:
@@ -326,7 +326,7 @@ def model_lock(text: nn.Module) -> ModelReadWriteLock:
 class AttachmentBase:
     """A recipe installed on a model, from `attach` to `remove`. The model's wrapped methods are partials of its methods.
 
-    over  whether it was removed; wrappers that a user's own wrapper still calls then run the model's plain methods
+    over  whether `remove` has run; a wrapped method that a user's own wrapper still calls then runs the model's plain method
     """
 
     def __init__(self, model: nn.Module, gate: ModelReadWriteLock) -> None:

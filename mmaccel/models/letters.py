@@ -27,6 +27,7 @@ class CharTokenizer:
         return {"input_ids": [self.begin + ord(letter) % self.count for letter in text]}
 
     def decode(self, ids: Sequence[int], **how: Any) -> str:
+        """Return the ids as decimal numbers, separated by spaces."""
         return " ".join(map(str, ids))
 
 

@@ -246,8 +246,8 @@ class MoveInputsHook(PrefillHook):
 
 
 def skip_unused_norm_rows(thread: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook for a final norm whose output the thread `thread` does not read: leaves it zero rows in calls of that
-    thread. Else a model's first device would wait for the norm of the last one before its next pass."""
+    """Forward pre-hook for a final norm whose output the thread `thread` does not read: in calls of that thread the norm
+    gets no rows. Otherwise a model's first device would wait for the norm on the last device before its next pass."""
     return ((args[0][:, :0], *args[1:]), kwargs) if threading.get_ident() == thread else None
 
 
@@ -270,8 +270,8 @@ def balance_layers_over_devices(sizes: Sequence[int], ends: int, count: int) -> 
 def group_layers_by_device(
     places: Sequence[torch.device], home: torch.device
 ) -> list[tuple[torch.device, list[int]]]:
-    """Group layers, placed on `places`, into consecutive runs (device, layer indices). The first and last run are on `home`,
-    and empty if the first or last layer is elsewhere."""
+    """Group layers into consecutive runs (device, layer indices); layer n is on `places[n]`. The first and the last run are
+    on `home`, for embeddings and LM head, and have no layers if the first or the last layer is elsewhere."""
     found: list[tuple[torch.device, list[int]]] = [(home, [])]
     for number, place in enumerate(places):
         if place != found[-1][0]:

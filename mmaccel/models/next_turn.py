@@ -16,7 +16,8 @@ from mmaccel.models.prompt_layout import PIXELS, is_nonempty
 def check_next_turn(attachment: ModelAttachment, kwargs: Mapping[str, Any], ids: Tensor) -> None:
     """Raise `ModelError` if the prompt `ids` [B, S] does not begin with the tokens in the caller's cache, has another number
     of sequences, or repeats pixels that the cache has read. A call with new tokens alone, whose attention mask is longer
-    than `ids`, is not checked. After such a turn, or one by `inputs_embeds`, only the tokens before it are compared."""
+    than `ids`, is not checked. The cache's ids are unknown from such a call on, or from one with `inputs_embeds`: later
+    calls compare only the ids before it."""
     cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
     held, count, known = cache.get_seq_length(), ids.shape[1], attachment.cached_columns(cache)
     beams, more = (

@@ -92,7 +92,8 @@ class BatchedStreamPass:
         return out
 
     def length(self) -> int:
-        """Return 0, the length that transformers asks of a cache: positions are those of each stream's own memory."""
+        """Return 0, as the cache length that transformers asks for; each stream's own memory gives the positions of its
+        rows."""
         return 0
 
     held_columns = length

@@ -50,6 +50,7 @@ class Grid:
 
     @property
     def token_count(self) -> int:
+        """Number of tokens of the image or video, `marks` included."""
         return self.frames * self.rows * self.columns + self.marks
 
 

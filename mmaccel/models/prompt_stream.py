@@ -1,4 +1,4 @@
-"""`generate` with a KV policy for streams: reads the video by units (one or two frames), then asks the prompt's text.
+"""`generate` with a KV policy for streams: it reads the video unit by unit (one or two frames), then the text as a question.
 
 The KV memory holds the prompt's longest video; if text such as times stands between its frames, the longest run of frames
 whose texts have equal length. All other tokens stay fully visible, as on a stream: those before the video are the head,
@@ -122,7 +122,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
         return self.ids[0, : self._tail + self._seen]
 
     def make_question(self, text: Any) -> Question:
-        """Return what follows the video in `text`: ids [1, S] of a later turn, or any string for this prompt's ids."""
+        """Return the tokens after the video. `text`: ids [1, S] of a later turn, or any string for this prompt's ids."""
         ids = self.ids if isinstance(text, str) else text.to(self.device)
         if not torch.equal(ids, self.ids):
             begun, self.ids = len(self.ids_through_last_video), ids
@@ -391,7 +391,7 @@ class PromptStreamRunner(Runner):
 def open_prompt_runner(
     attachment: ModelAttachment, model: nn.Module, cache: Any, room: int
 ) -> HFRunner | PromptStreamRunner:
-    """Return the runner of one prompt on `cache`; if None, on a new stream memory with `room` tokens after the prompt."""
+    """Return a runner of one prompt on `cache`; if None, on a new stream memory with room for `room` tokens after it."""
     if cache is None or isinstance(cache, StreamCache):
         return PromptStreamRunner(attachment, cache, room)
     runner, columns = open_runner(model, attachment.family, cache), attachment.cached_columns(cache)

@@ -2,8 +2,8 @@
 layers.
 
 A dropped token leaves hidden states, RoPE angles, layout and KV cache of every later layer, so the rest costs as much as a
-shorter prompt. From outside all tokens still count: outputs have a zero row for a dropped one, and `PrunedKVState` counts
-it.
+shorter prompt. Callers still see all tokens: outputs have a zero row for each dropped token, and the length of a
+`PrunedKVState` includes it.
 """
 
 from __future__ import annotations

@@ -178,11 +178,11 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         self.module(hidden_states=rows, cache_params=cache, attention_mask=None)
 
     def count_dropped(self, length: int) -> None:
-        """Set `length` to that of the whole prompt, after a pruner gave the layer fewer rows."""
+        """Set `length` to the whole prompt's, after a pruner gave the layer fewer rows; forget earlier checkpoints."""
         self.length, self._marks = length, []
 
     def checkpoint_before_step(self) -> Mark:
-        """Return the length and the recurrent state itself, which the next rows overwrite."""
+        """Return the length and the recurrent state as `checkpoint` does, but not a copy: the next rows overwrite it."""
         self.leave_slot()
         if not self.has_previous_state[0]:
             return self.length, None
@@ -355,7 +355,7 @@ def record_input_hook(
     module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of a Gated DeltaNet module: record its input in its `RecurrentCacheLayer`; if it is a draft tree, run
-    the tree's paths instead. Without `kwargs` torch calls a hook that was removed while the module's hooks ran."""
+    the tree's paths instead. Without `kwargs` (torch omits them for a hook removed while the hooks run) it does nothing."""
     cache = kwargs.get("cache_params")
     layer = None if cache is None else cache.layers[module.layer_idx]
     if not isinstance(layer, RecurrentCacheLayer):
@@ -388,8 +388,8 @@ def make_rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> An
 
 
 def close_hooks_in_finalizer(close: Callable[[], None]) -> None:
-    """Call `close`, which removes shared hooks, in a finalizer without waiting for `hooks_lock`: its holder may wait for an
-    import in which this finalizer runs. If the lock is taken, a new thread calls `close`."""
+    """Call `close`, which removes shared hooks, from a finalizer. If `hooks_lock` is taken, a new thread calls it: the
+    finalizer must not wait, as the lock's holder may wait for an import in which this finalizer runs."""
     if not (lock := install.hooks_lock).acquire(blocking=False):
         start_new_thread(close, ())
         return

@@ -1,8 +1,9 @@
-"""Times short sessions of a model at two depths, to find costs that `costs.py` cannot predict from kernel rates: host time
-within and between passes, and what the first questions take beyond later ones.
+"""Times short sessions of a model, to find costs that `costs.py` cannot predict from kernel rates: host time within and
+between passes, and the extra time of the first questions.
 
-The model's own layers are run with random weights; what a session takes beyond the prediction at both depths and at two
-lengths of video gives a `MeasuredOverhead`, which is kept on disk for this device, model and frame size.
+A session runs some of the model's own layers with random weights. The seconds that sessions take beyond their prediction, at
+two numbers of layers and two lengths of video, give a `MeasuredOverhead`, which is kept on disk for this device, model and
+frame size.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ QUESTION = "What happens in the video?"
 class RunTimings:
     """Measured times of a run.
 
-    read_s       seconds to read the video (of a `generate` call, up to its first token)
-    asked        for each question: seconds to the first token, and per token after it
-    step_tokens  tokens that a step of the model gives on average
+    read_s       seconds to read the video; of a `generate` call, seconds up to its first token
+    asked        (seconds to the first token, seconds per later token) of each question
+    step_tokens  mean number of tokens that one decode step of the model yields
     """
 
     read_s: float

@@ -38,9 +38,9 @@ draft asks about tokens that are refused, too, and about the same place twice.""
 
 
 class CachedDraftState:
-    """What a conversation's cache stores of its draft between two turns: the draft's state, and the target's hidden states
-    that the draft's pruner read (`heard`). Copies of the cache share it: each turn rolls the draft back to the prefix that
-    it shares with the last turn, so that one draft serves all copies."""
+    """The state of a draft between two turns, stored with the conversation's cache; and the target's hidden states that the
+    draft's pruner read (`heard`). Copies of the cache share it: each turn rolls the draft back to the prefix that it shares
+    with the last turn, so that one draft serves all copies."""
 
     def __init__(
         self,
@@ -213,8 +213,8 @@ def why_draft_skipped(attachment: ModelAttachment, kwargs: Mapping[str, Any], co
 
 
 def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Split the inputs of a batch into those of each sequence, padding included; arguments that are neither per sequence nor
-    pixels are copied to each."""
+    """Split the inputs of a batch into those of each sequence, padding included. Each sequence gets its own rows and pixels,
+    and a copy of every other argument. Raises `ModelError` if pixels cannot be assigned to sequences."""
     if is_nonempty(inputs.get("mm_encoder_outputs")):
         raise ModelError(
             "mm_encoder_outputs: a batch is split by its pixels; give these, or prompts one by one."

@@ -45,7 +45,7 @@ SCORES = 1 << 24
 class HiddenStateHook(PrefillHook):
     """Forward hook of a decoder layer with attention that passes hidden states to the probes of the current prefill.
 
-    index  the layer whose input it reports; the number of layers for the last layer's output
+    index  number of the layer whose input is passed on; the number of layers stands for the last layer's output
     """
 
     index: int

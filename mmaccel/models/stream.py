@@ -46,8 +46,8 @@ from mmaccel.models.token_choice import build_token_choice
 
 
 class StreamForwardPasses:
-    """Forward passes of a stream's model, which need no processor; sessions and `generate` prompts share them. `attachment`:
-    the recipe attached to the model, if this stream belongs to it; a pass under another recipe raises."""
+    """The methods of a `StreamModel` that run the model and need no processor; sessions and `generate` prompts share them.
+    `attachment`: the recipe on the model, if this stream belongs to it; a pass under another recipe raises `ModelError`."""
 
     pruned_per_unit: int | None = None
     text_around_unit: tuple[int, int] = (0, 0)
@@ -381,7 +381,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
     def prompt(
         self, frames: Tensor, fps: float | None, times: Sequence[float], tail: Sequence[int]
     ) -> dict[str, Any]:
-        """Return the model inputs of the prompt that equals a stream of `frames` shown at `times`, then the ids `tail`."""
+        """Return inputs of a prompt equal to a stream: head, video `frames` [T, 3, H, W] at `times` (s), ids `tail`."""
         inputs = self.processor(
             self.processor.video_token, videos=[frames], fps=fps, add_special_tokens=False, device=self.device
         )

@@ -83,6 +83,7 @@ class TinyModels:
         return form(**given)
 
     def model(self, layers: int | None = None, hidden: int | None = None, seed: int = 0) -> nn.Module:
+        """Make a model of `config(layers, hidden)` in float32 and evaluation mode, with random weights from `seed`."""
         torch.manual_seed(seed)
         made = self.kind(self.config(layers, hidden)).float().eval()
         for name, weight in made.named_parameters():
@@ -93,7 +94,8 @@ class TinyModels:
         return made  # type: ignore[no-any-return]
 
     def prompt(self, config: Any, pieces: Pieces, seed: int = 0) -> dict[str, Tensor]:
-        """Make the inputs of one sequence of text, image and video `pieces`, for a model of `config`."""
+        """Make the inputs of one sequence with random token ids, for a model of `config`. `pieces`, in order: ("text",
+        tokens), ("video", time steps) or ("image",)."""
         family, generator = self.family, torch.Generator().manual_seed(seed)
         ids: list[int] = []
         found: dict[str, list[Tensor]] = {}

@@ -59,6 +59,7 @@ class SequenceBuffers:
 
     @staticmethod
     def from_kv_state(state: KVState, room: int) -> SequenceBuffers:
+        """Return the KV buffers of `state`, with room for `room` more tokens."""
         pairs = state.layer_buffers(room)
         return SequenceBuffers(state, pairs, min(key.shape[2] for key, _ in pairs))
 
@@ -71,7 +72,8 @@ def _padded(count: int) -> int:
 class BatchedDecodeSteps:
     """Decode steps shared by runners whose models share their weights; see `Runner.together`.
 
-    Padding rows, of short sequences or missing ones, write to slots that are never read.
+    Sequences with fewer rows, and missing sequences, are padded to a captured size; padding rows write to cache slots that
+    are never read.
     """
 
     def __init__(self, runner: HFRunner) -> None:

@@ -14,8 +14,9 @@ from mmaccel.core.adapter import Branches
 class TreePaths(Cache):
     """Cache that runs all paths of a draft tree from the state of `layer`, a `RecurrentCacheLayer`, without changing it.
 
-    columns  [b, L] for each path to a leaf: its rows' indices in the tree, then others up to one length, which are not read
-    path, place  [n] for each new row of the tree: a path that has it, and its place in that path
+    columns  [b, L] long: for each path to a leaf the indices of its rows in the tree, from the root on, filled up to L with
+             other rows, whose outputs are not read
+    path, place  [n] long: for each new row of the tree the number of a path that has it, and its index in that path
     """
 
     def __init__(self, layer: Any, branches: Branches) -> None:
@@ -38,6 +39,6 @@ def gather_tree_outputs_hook(
     module: Any, args: tuple[Any, ...], kwargs: Any, out: Tensor | None = None
 ) -> Tensor | None:
     """Forward hook of a Gated DeltaNet module: gather the outputs [1, n, E] of a tree's rows from those of its paths [b, L,
-    E]. Without `kwargs` torch calls a hook that was removed while the module's hooks ran."""
+    E]. Does nothing without `kwargs`, which torch leaves out for a hook that was removed while the module's hooks ran."""
     paths = kwargs.get("cache_params") if isinstance(kwargs, Mapping) else None
     return out[None, paths.path, paths.place] if isinstance(paths, TreePaths) and out is not None else None

@@ -22,9 +22,8 @@ Around = tuple[list[int], list[int]]
 class TextAroundUnits:
     """The text that a processor writes around each unit (frame, or pair of frames) of a stream, such as its time.
 
-    text_ids    returns token ids before and after a unit. If a separator stands between units, unit 0 gets the last tokens
-                of the head instead, so that all units have equal length
-    head, tail  token ids of the prompt before and after the video, without those that units took
+    head, tail  token ids of the prompt before and after the video, without those that belong to units
+    length      numbers of tokens before and after each unit
     """
 
     def __init__(
@@ -55,6 +54,9 @@ class TextAroundUnits:
         return ids
 
     def text_ids(self, moment: Moment) -> Around:
+        """Return the token ids before and after the unit `moment` (number of its first frame, seconds of its frames). If a
+        separator stands between units, unit 0 gets the last tokens of the head instead. Raises `ModelError` if the numbers
+        of tokens are not `length`."""
         before, after = self._plain(moment)
         before = before if moment[0] else self._lead + before
         if (len(before), len(after)) != self.length:

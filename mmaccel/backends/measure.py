@@ -138,8 +138,8 @@ def measure_costs(
     lengths: tuple[int, int] = LENGTHS,
     block: int = BLOCK,
 ) -> Costs:
-    """Measure dense attention, each backend on blocks of `block` tokens, and planning by `plan(tokens)()`, within about
-    `limit` seconds."""
+    """Measure, within about `limit` seconds, dense attention, each backend on blocks of `block` tokens, and planning a layer
+    by `plan(tokens)()`: at two prompt `lengths` in tokens, each run timed by `bench`, for layers of `shape`."""
     began = clock()
     tensors = {n: _tensors(shape, n, device) for n in lengths}
     scale = shape.size**-0.5

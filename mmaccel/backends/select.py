@@ -129,7 +129,7 @@ def resolve_backend(
 
 
 def get(name: str, device: torch.device | str) -> BlockAttend:
-    """Return the `block_attend` operator of the backend `name`; "auto": of the backend that `choose` returns.
+    """Return the `block_attend` operator of the backend `name`; "auto": of `default_backend(device)`.
 
     Raises `UnknownName` for an unknown name, and `RecipeError` for a backend that cannot run on `device`.
     """

@@ -80,7 +80,7 @@ def is_pipe(name: str) -> bool:
 
 
 def wait_for_data(number: int, seconds: float) -> bool:
-    """Wait, at most `seconds`, until a file descriptor has data or is at its end; return whether it is."""
+    """Wait, at most `seconds`, until the file descriptor `number` has data or is at its end; return whether it has or is."""
     asked = select.poll()  # `select` refuses the files of a program that has many open
     asked.register(number, select.POLLIN)
     return bool(asked.poll(min(1e3 * seconds, LONGEST_MS)))
@@ -119,6 +119,7 @@ class Pipe(io.RawIOBase):
         return True
 
     def read(self, size: int = -1) -> bytes:
+        """Read up to `size` bytes (-1: a default number); b"" at the end. Raises `TimeoutError` if none come."""
         # Not ready before the first writer; ready, with nothing to read, once the last has gone.
         if not wait_for_data(self._number, self._timeout):
             raise TimeoutError(f"nothing came for {self._timeout:g} s")

@@ -109,6 +109,7 @@ class Source(AbstractContextManager["Source"]):
         self.close()
 
     def close(self) -> None:
+        """Close the file or connection."""
         self._container.close()
 
     def _open(self) -> None:
@@ -271,9 +272,10 @@ class Source(AbstractContextManager["Source"]):
                 self._goal = goal
 
     def seek(self, place: float, target: float) -> None:
-        """Seek to the last key frame before `target` seconds, if one certainly lies after `place`, up to which is read.
+        """Let `frames`, which has read up to second `place`, continue at the last key frame before second `target`, if one
+        certainly lies in between.
 
-        This is learned from the distance of key frames so far, so the first stretch is always decoded in full.
+        Whether one does follows from the distance of key frames so far, so the beginning is always decoded in full.
         """
         if not (self.local and self.gap and target - self._back - place > 1.5 * self.gap):
             return
@@ -296,7 +298,7 @@ class Source(AbstractContextManager["Source"]):
         return max(sum(time < last for time in self.damaged), corrupt)
 
     def is_full_duration(self, end: float) -> bool:
-        """Return whether frames read up to `end` seconds are all frames of the source, up to rounding."""
+        """Return whether frames up to `end` seconds are the whole source, up to rounding; False: duration unknown."""
         return self.duration is not None and end > self.duration - 1.5 / (self.rate or 25.0)
 
     def frame_end_time(self, time: float, frame: av.VideoFrame) -> float:

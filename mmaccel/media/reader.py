@@ -198,7 +198,7 @@ def _by_rate(
 
 
 def drop_item_if_last(stream: Iterable[Any], number: int) -> Iterator[Any]:
-    """Yield the items of `stream`, but leave out item `number` if it is the last one."""
+    """Yield the items of `stream`, but leave out item `number` (counted from 0) if it is the last one."""
     for place, (item, after) in enumerate(itertools.pairwise(itertools.chain(stream, [None]))):
         if place != number or after is not None:
             yield item

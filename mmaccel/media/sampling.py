@@ -97,6 +97,8 @@ class EventLog:
         self._last: dict[str, int] = {}
 
     def add(self, kind: EventKind, time: float, seconds: float) -> None:
+        """Log an event at `time` seconds that lasts `seconds`. A "gap" or "untimed" event that begins where the last one of
+        its kind ends extends that one."""
         place = self._last.get(kind)
         if place is not None and kind in ("gap", "untimed"):
             last = self._events[place]

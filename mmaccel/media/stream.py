@@ -149,7 +149,7 @@ class FrameQueue:
             return self.closed or (self._awaited and not self._items)
 
     def wait(self, seconds: float) -> bool:
-        """Report a stall once the caller has taken all frames; wait until it asks for more, False if it closes instead."""
+        """Report a stall of `seconds` once all frames are taken; True when the caller asks for more, False if it closes."""
         with self._changed:
             self._stall_s = seconds
             self._changed.notify_all()

@@ -190,7 +190,7 @@ def read_image(image: Any, pixels: int = PIXELS) -> Tensor:
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Width and height of an encoded image, from its header; 0 for data that `read_image` refuses."""
+    """Return (width, height) in pixels of an encoded image, from its header; (0, 0) if the header cannot be read."""
     import PIL.Image
 
     try:

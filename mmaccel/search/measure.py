@@ -147,6 +147,7 @@ class LayerBenchmark:
         return self.inside.query.shape[1]
 
     def plan(self, pattern: SparsePattern) -> AttentionPlan | None:
+        """Plan `pattern` on this layer's queries and keys; None: it attends densely."""
         layout = self.inside.layout
         return pattern.plan(self.inside.query, self.inside.key, layout, layout)
 
@@ -309,8 +310,9 @@ def count_progress_ticks(space: Space, modalities: Sequence[int]) -> int:
 def choose_slot_patterns(
     kind: str, space: Space, head: Row, block: int, tolerance: float
 ) -> tuple[dict[str, Any], float]:
-    """Choose a candidate for each slot of boundary type `kind`, for one head; return the pattern and its cost, relative to
-    the target pattern's.
+    """Choose a candidate for each slot of boundary type `kind`, by the measurements `head` of one head
+    (`measure_candidates`). Return the pattern (a recipe mapping) and its cost over the target pattern's, at most 1 +
+    `tolerance` where possible.
 
     Each slot takes its candidate of least error, of equals the cheapest. Candidates have equal cost as a mean over heads, so
     the choice may cost this head more than the target: then slots switch to cheaper candidates where the error grows least
@@ -363,7 +365,8 @@ def _tie_limit(errors: Iterable[float]) -> float:
 
 
 def choose_head_pattern(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
-    """Return a head's measurements and the choice made by them: boundary type, pattern, score, cost and share.
+    """Return the measurements `head` of one head and the choice made by them: boundary type, pattern, score (error of the
+    whole output), cost (over the target pattern's) and share (of causal pairs).
 
     Of boundary types with equal errors the first is chosen; "no_boundary" comes first.
     """

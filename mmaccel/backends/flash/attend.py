@@ -54,9 +54,13 @@ MOST = 1 << 28
 class FlashCallLayout(NamedTuple):
     """Host-side description of one flash-attn call: how queries and keys are laid out, and what masks them.
 
-    Key spans are concatenated, each starting at a tile boundary; or, with `own`, all spans read the first `own` keys of the
-    key tensor in place (None: keys are gathered). `in_place`: queries are read in place; bounds, seen: results of
-    `window_bounds`, None if the mask needs tensors; sizes: numbers of queries and keys, padding included.
+    spans     the key spans, each with the index of its first key among the keys of the call
+    tiles     tile sizes
+    own       None: the keys of all spans are gathered one after another, each span from a tile boundary on; else all spans
+              read the first `own` keys of the key tensor in place
+    in_place  whether queries are read in place; otherwise they are gathered in the part's order
+    bounds, seen  results of `window_bounds`; None if the mask needs tensors
+    sizes     numbers of queries and keys of the call, padding included
     """
 
     spans: list[ConcatenatedSpan]

@@ -33,7 +33,8 @@ class TileSizes:
 
     @classmethod
     def of(cls, block_q: int, block_k: int, plain: bool) -> TileSizes:
-        """Choose tile sizes: `TILE` x `TILE` if all lists are `plain` runs of blocks; else a block is one or more tiles."""
+        """Choose tile sizes: `TILE` x `TILE` if all lists are runs of consecutive blocks (`plain`); else blocks of at most
+        `TILE` tokens are tiles, and larger ones are cut into tiles of `TILE`."""
         queries, keys = (TILE if plain else min(block, TILE) for block in (block_q, block_k))
         joined = max(queries // block_q, 1), max(keys // block_k, 1)
         return cls(queries, keys, joined, (max(block_q // queries, 1), max(block_k // keys, 1)))

@@ -139,7 +139,7 @@ class KeySpan:
     """Keys in a given order with one range mask: query and key may attend iff ``lo <= q_pos - k_pos < hi``.
 
     k_row [b, h, N]: rows of the key tensor, -1 for none (padding, or a key of another span).
-    q_pos [b, h, P], k_pos [b, h, N]: positions compared by the mask, those of keys from 0 on. If they are int32, no
+    q_pos [b, h, P], k_pos [b, h, N]: positions that the mask compares; those of keys are 0 or more. If they are int32, no
     difference overflows 32 bits.
 
     What is known on the host; None and False mean not known:
@@ -147,7 +147,7 @@ class KeySpan:
     ranks     `k_pos` is 0, 1, 2, ... in each row
     q_first   the positions of the rows of an ordered part are q_first, q_first + 1, ...
     complete  the lists name every block that holds a pair in range
-    scattered  at most so many keys, of all sequences and heads, lie in blocks whose `k_row` are not consecutive
+    scattered  upper bound of the number of keys, over all sequences and heads, in blocks whose `k_row` are not consecutive
 
     bias [b, h, N] float32, or None: added to the logits of each key. key, value, or None: keys [B or 1, G or 1, S', D] and
     values of this span alone, for the key/value heads of the part; `k_row` then indexes rows of these.
@@ -181,7 +181,7 @@ class KeySpan:
 
 
 class HeadRange(NamedTuple):
-    """Adjacent query heads `first` .. `past` - 1, equally many per key/value head; of these only `heads` use the part."""
+    """Adjacent query heads `first` .. `past` - 1, equally many per key/value head; of them only `heads` use the part."""
 
     heads: tuple[int, ...]
     first: int
@@ -200,7 +200,7 @@ class HeadRange(NamedTuple):
 
     @property
     def head_indices(self) -> tuple[int, ...]:
-        """Indices, within the range, of the heads that use the part."""
+        """Indices, counted from `first`, of the heads that use the part."""
         return tuple(head - self.first for head in self.heads)
 
 
@@ -314,9 +314,9 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def empty_output(
     query: Tensor, value: Tensor, part: int, rows: int, whole: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Allocate out [B, H, P, D] and lse [B, H, P] of `block_attend` in the part's row order, uninitialized; `part`: size P.
-    If `rows` is not 0: [B, H, rows, D] and [B, H, rows] in the query's order, preset to 0 and -inf for rows the part lacks
-    unless it has all (`whole`); out is [B, rows, H, D] in memory."""
+    """Allocate the results of `block_attend`, uninitialized, in the part's row order: out [B, H, P, D] and lse [B, H, P], P
+    = `part`. If `rows` is not 0, in the query's order: [B, H, rows, D] (in memory [B, rows, H, D]) and [B, H, rows], preset
+    to 0 and -inf unless the part holds every row (`whole`)."""
     B, H, D = *query.shape[:2], value.shape[-1]
     lse = query.new_empty(B, H, rows or part, dtype=lse_dtype(query.dtype))
     if not rows:
@@ -327,7 +327,7 @@ def empty_output(
 
 
 def scatter_to_query_order(out: Tensor, lse: Tensor, q_row: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Scatter out [B, H, P, D] and lse [B, H, P] from the part's row order to the order of a query of `rows` rows."""
+    """Scatter out [B, H, P, D] and lse [B, H, P] from the part's row order to that of a query of `rows` rows (0: as is)."""
     if not rows:
         return out, lse
     B, H, P, D = out.shape

@@ -30,8 +30,8 @@ ROW = 5  # numbers of a list, in `BlockLists`
 
 
 def compact_by_mask(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of the mask `chosen` [..., n], move the entries of `value` [n] where it is True to the front. Return them
-    as int32, n places for each row, flattened; and how many are chosen before each place, [..., n + 1]."""
+    """For each row of the mask `chosen` [..., n], move the entries of `value` [n] at True to the front and fill up to n with
+    0. Returns these entries, int32, all rows flattened to one axis; and how many True precede each, long [..., n + 1]."""
     n = chosen.shape[-1]
     upto = pad(chosen.long().cumsum(-1), (1, 0))
     slot = torch.where(chosen, upto[..., :-1], n)

@@ -37,9 +37,9 @@ class ClusterMembership(NamedTuple):
 
 
 class EntryKeys(NamedTuple):
-    """Keys of single entries, to choose among the members of a cluster that is retrieved only in part. `keys` [M, L, d] are
-    readable by the device, of which layer `layer` is used; `read` returns float32 rows [n, d] of entries [n]; `query` [d]
-    float32 is compared with them, by cosine similarity if `cosine`, else by dot product."""
+    """Keys of single entries, to choose among the members of a cluster that is retrieved only in part. `keys` [M, L, d] of M
+    entries in L layers, of which `layer` is used, can be read by the device; `read` returns float32 rows [n, d] of entries
+    [n]. They are compared with `query` [d] float32, by cosine similarity if `cosine`, else by dot product."""
 
     keys: Tensor
     layer: int
@@ -57,8 +57,8 @@ class Words(NamedTuple):
 
 
 class NewestEntries(NamedTuple):
-    """The newest `entries` entries of a stream, which every search retrieves. The stream has `units` [1] (a device tensor)
-    units so far, of `parts` entries each."""
+    """The newest `entries` entries of a stream, which every search retrieves. The stream has `units` units so far ([1], a
+    device tensor), and each unit has `parts` entries."""
 
     units: Tensor
     parts: int
@@ -106,8 +106,8 @@ def score_by_words(key: Tensor, words: Words, size: Tensor, cosine: bool) -> Ten
 
 @operator("stream", serves=_few)
 def mask_beyond_budget(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
-    """Mark the visual clusters beyond the budget, [R, V] bool: those where better-scored ones already hold `limit` entries,
-    but never the best `fewest`. score [R, V], size [V]; empty clusters rank last."""
+    """Mark the visual clusters beyond the budget, [R, V] bool: those for which better-scored clusters already hold `limit`
+    entries or more. The best `fewest` clusters are never marked. score [R, V], size [V]; empty clusters rank last."""
     order = score.masked_fill(size == 0, -torch.inf).sort(dim=1, descending=True, stable=True).indices
     held = size[order]
     before = held.cumsum(1) - held
@@ -121,8 +121,8 @@ def scores_and_preceding(
     score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Set the score [R, C] of excluded clusters to -inf; return it, and how many entries better-scored clusters hold, [R, C]
-    long. Excluded are clusters whose `parent` [R, C] is V (none) or set in the mask `without` [R, V]; if either is None,
-    empty clusters instead."""
+    long. A cluster is excluded if its visual cluster `parent` [R, C] is V (none) or is marked in `without` [R, V] bool; if
+    one of these arguments is None, it is excluded if it is empty."""
     hidden = (
         size == 0 if parent is None or without is None else pad(without, (0, 1), value=True).gather(1, parent)
     )
@@ -241,9 +241,10 @@ def mean_query(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
 def predict_next_layer_input(
     words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None
 ) -> Tensor:
-    """Predict a question's hidden states at the next layer's input, to prefetch for it: `words` [n, E] at this layer's, plus
-    `known` [E] float32, the change observed here before. Writes the mean of the first `count` [1] rows to `before` [E],
-    and by how much it differs from the former content, the previous layer's mean, to `seen` [E] (None: do not)."""
+    """Predict a question's hidden states [n, E] at the next layer's input, to prefetch units for it: `words` [n, E], those
+    at this layer's input, plus `known` [E] float32, the change that this layer made in the last question. The mean over the
+    first `count` [1] rows of `words` replaces `before` [E], the mean at the previous layer; their difference goes to `seen`
+    [E], if given."""
     now = _mean_of_rows(words, count)
     if seen is not None:
         torch.sub(now, before, out=seen)
@@ -253,10 +254,10 @@ def predict_next_layer_input(
 
 @operator("stream")
 def find_host_slots(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
-    """Look up which of `entries` [n] are on the host, and mark them in `table` as being prefetched. table [m] holds where
-    each entry is: below `slots` [1] a host slot, otherwise a place on the device; its last element is scratch. Returns host
-    slots [n], -1 for an entry that is on the device already (or -1 itself). The table's code of the i-th entry, if it was on
-    the host, becomes ``begin + i``, the place to which it will be copied. All long; entries are distinct."""
+    """Look up which of the distinct `entries` [n] are in host memory, and mark them in `table` as prefetched. table [m]
+    gives where each entry is: a number below `slots` [1] is a host slot, any other a place on the device; its last element
+    is scratch. Returns host slots [n], -1 for an entry that is not on the host. The i-th entry, if it was on the host, is
+    then at ``begin + i`` by the table, the place on the device that the caller copies it to. All tensors are long."""
     found = table[entries]
     host = (found >= 0) & (found < slots)
     place = begin + torch.arange(len(entries), device=found.device)

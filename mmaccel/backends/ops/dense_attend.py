@@ -360,7 +360,8 @@ def attend_in_slices(
     check: Callable[[], None], query: Tensor, key: Tensor, value: Tensor, scale: float, start: int
 ) -> Tensor:
     """Compute causal attention [B, H, n, D] as `dense_attend`, of query rows at columns from `start` on, `SLICE` rows at a
-    time. `check` is called between slices and may let a new frame run: on a CPU a long question takes longer than one."""
+    time. Between slices it calls `check`, which may run a new frame of a stream first: on a CPU, attention of a long
+    question takes longer than a frame."""
     parts = []
     for begin in range(0, query.shape[2], SLICE):
         if begin:

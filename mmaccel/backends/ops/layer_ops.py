@@ -30,7 +30,8 @@ MERGED = 1 << 26
 
 
 def can_fuse(x: Tensor, *rest: object) -> bool:
-    """Whether each of these operators runs as one fused kernel on `x`; otherwise as plain PyTorch, as in the modules."""
+    """Whether row operators (RMSNorm, gates, RoPE, `merge_parts`) run as one Triton kernel on `x`: 16-bit floats, a usable
+    device. Else they run in plain PyTorch, as transformers' modules do."""
     return x.dtype in HALVES and runs_triton(x)
 
 

@@ -401,8 +401,8 @@ class SplitListPieces:
 
     item [items, 2] int32: list row and piece of each program, -1 for none; pieces [rows] int32: pieces of each row; slot
     [rows] int32: first output slot of a split row; split_sizes [2] int32: blocks per piece, and programs of split rows.
-    `items` and `slots` are bounds from host numbers: a row of n blocks makes ceil(n / chunk) pieces, at least one; a split
-    one fewer than 2 n / chunk.
+    `items` and `slots`, the number of output slots, are upper bounds that the host knows: a row of n blocks makes at most
+    max(1, ceil(n / chunk)) pieces, and a split row fewer than 2 n / chunk.
     """
 
     item: Tensor

@@ -305,7 +305,8 @@ def merge_adjacent_query_blocks(row: Tensor) -> Tensor:
 
 def get_cached_on_plan(plan: list[Tensor], name: Any, make: Any) -> Any:
     """Return what `make` computes from the tensors `plan` of an attention plan, cached on the first of them: once for each
-    CUDA stream, for all layers and passes, and again after a tensor was written to. The result must not refer to them."""
+    CUDA stream, for all layers and passes, and again after a tensor was written to. The result must not refer to them and so
+    keep them alive."""
     device = plan[0].device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     made = getattr(plan[0], "derived", None)

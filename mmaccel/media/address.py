@@ -87,7 +87,8 @@ def wait_for_data(number: int, seconds: float) -> bool:
 
 
 def has_no_writer(file: int) -> bool:
-    """Whether no process has the file open for writing (of a pipe, once all is read); False if the system cannot tell."""
+    """Whether no process has the file open for writing; False if the system cannot tell. Ask of a pipe only once all is
+    read."""
     if stat.S_ISFIFO(os.fstat(file).st_mode):
         return True
     if sys.platform != "linux":

@@ -291,7 +291,8 @@ class Source(AbstractContextManager["Source"]):
         return 1.0 / self.rate if self.rate else 0.04
 
     def count_damaged(self, stop: float | None = None) -> int:
-        """Number of damaged parts before second `stop`. (A multi-threaded decoder reads far beyond its last frame.)"""
+        """Number of damaged parts before second `stop`. Later ones may be known too: a multi-threaded decoder reads
+        ahead."""
         last = FOREVER if stop is None else stop + (self._start or 0.0)
         # Packets where recordings are joined are marked as corrupt, too; most begin a clock anew.
         corrupt = 0 if self.restarted else sum(dts * self._unit < last for dts in self.corrupt)

@@ -26,9 +26,10 @@ class CacheTable:
     def locate(
         self, replays: CudaGraphCache, name: Hashable, layers: Sequence[Sequence[CacheSlot]], seats: int
     ) -> Iterator[list[SeparateKVCaches]]:
-        """Context that writes the addresses of the caches of `layers`, for each layer those of B streams, into the table
-        `name`, and gives each layer's `SeparateKVCaches`. There are as many as `seats`: rows of streams that are missing go
-        to a buffer that nobody reads. No cache is kept when the context ends."""
+        """Context that writes the addresses of KV caches into the table `name`, and gives for each layer the
+        `SeparateKVCaches` that find the caches by it. `layers`: for each layer the caches of B streams. A table has `seats`
+        rows a layer; rows without a stream have the address of a buffer that nobody reads. When the context ends, the table
+        keeps no cache alive."""
         like, room = layers[0][0].key, replays.get_buffer
         groups, size = like.shape[1], like.shape[3]
         home = room("home", (1, groups, 1, size), like.dtype)

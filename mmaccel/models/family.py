@@ -329,6 +329,7 @@ class Family(ModelFamily):
         return caught[0]
 
     def encode_frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Return features [n, E] of the n visual tokens of a video; with DeepStack [n, E * (1 + levels)]."""
         # Past the words: putting features in their places counts these on the host.
         given = [inputs[name] for name in ("pixel_values_videos", "video_grid_thw") if name in inputs]
         features = self.multimodal(model).get_video_features(*given, return_dict=True).pooler_output  # type: ignore[operator]
@@ -347,7 +348,6 @@ class Family(ModelFamily):
         self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Features
     ) -> Any:
         """Encode `pixels`, images (IMAGE) or videos (VIDEO), in parts; return features in the model's output format.
-
         given     the other arguments of the model's call
         features  runs the vision tower on parts (pixels, arguments of `given` that differ for the part) and yields the
                   features of each in order; a part has at most `most` patches, unless a single item has more

@@ -394,5 +394,6 @@ class TokenCounter:
             self.inner.put(value)
 
     def end(self) -> None:
+        """Tell `inner` that the last token has come."""
         if self.inner is not None:
             self.inner.end()

@@ -71,6 +71,8 @@ class Glm4V(Qwen25VL):
         return [194, *tokens, 195]
 
     def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
+        """Return the pieces (texts, token ids) that a prompt has before and after the unit that begins with frame number
+        `frame` and whose frames are shown at `seconds`."""
         # GLM-4.6V has seconds as `timestamp` writes them from 100 s on, the others whole ones, with fewer figures.
         whole = config.model_type != "glm46v"
         time = f"{int(seconds[0]) % 10**WIDE:0{WIDE}d}" if whole else f"{timestamp(seconds[0])} seconds"

@@ -80,7 +80,7 @@ def choose_grid_lines(
     rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the lines of a grid pattern for each head: the class of its columns and the phase of its diagonals with the
-    best `score`. Returns line and shift, [B, H, 1] long each, and spread (see `rows`).
+    best `score`. Returns line (that class) and shift (that phase), [B, H, 1] long each, and spread (see `rows`).
 
     pairing  order [B, n] int32: positions sorted by class; start [B, C + 1] int32: where each class begins in `order`;
              own [B, L] int32: the class of the key at each query's position; members [B, C or more] float32: how many

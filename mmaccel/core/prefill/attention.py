@@ -82,16 +82,15 @@ class AttentionConfig:
     def warn_prompt_length_mismatch(self, tokens: int | None) -> None:
         """Warn, once per attached recipe, if a prompt of `tokens` (None: unknown) is far longer or shorter than that on
         which the patterns were searched. The pattern's own `note`, if any, goes into the report."""
-        context = self.recipe.sparse.searched_prompt_length
-        if self.recipe.sparse.note:
-            self.meter.add_note(self.recipe.sparse.note)
+        sparse, context = self.recipe.sparse, self.recipe.sparse.searched_prompt_length
+        if sparse.note:
+            self.meter.add_note(sparse.note)
         if tokens is None or context is None or context / ELSEWHERE <= tokens <= context * ELSEWHERE:
             return
-        name = self.recipe.sparse.searched_table
-        message = f"sparse: {name} was searched on {context} tokens, and this prompt has {tokens}"
-        self.meter.add_note(message)
+        told = f"{sparse.searched_table} was searched on {context} tokens, and this prompt has {tokens}"
+        self.meter.add_note(f"sparse: {told}")
         if not self._warned:
-            warn(f"{message}; `mmaccel search` at this length makes one that fits it.")
+            warn(f"sparse: {told}; `mmaccel search` at this length makes one that fits it.")
         self._warned = True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -11,19 +12,18 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.layer_ops import MOST
 from mmaccel.core.adapter import home_device
 from mmaccel.core.attach import Passes
 from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
-from mmaccel.models.cache_table import CacheTable
+from mmaccel.models.cache_table import CacheTable, can_read_cache_table
 from mmaccel.models.captured_tower import CapturedVisionTower
 from mmaccel.models.fingerprint import ModuleFingerprint, can_fuse_layers
 from mmaccel.models.layer_step import FusedDeltaNetStep, HiddenRows, LayerStep, StepStates, build_layer_steps
 from mmaccel.models.modules import fused_norm
-from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, restore_states_on_error
+from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, copy_by_dtype, restore_states_on_error
 
 DEVICES = ("cuda",)
 """Types of devices on which steps are captured."""
@@ -33,8 +33,13 @@ WIDTHS = (1, 2, 4, *range(8, 65, 8))
 
 
 def _padded(count: int) -> int:
-    """The number of streams, or of rows of an answer, that is captured for `count` of them."""
+    """The number of streams, or of rows of each, that is captured for `count` of them."""
     return 1 << (count - 1).bit_length()
+
+
+def _filled(rows: int) -> int:
+    """The number of rows of a question, or of one answer, that is captured for so many."""
+    return next(width for width in WIDTHS if width >= rows)
 
 
 @contextmanager
@@ -82,9 +87,8 @@ class CapturedStreamSteps:
         self._watched: ModuleFingerprint | None = None
         self._choices: Any = None
         self._steps, self._layers = list[LayerStep | FusedDeltaNetStep](), list[LayerStep]()
-        self._leads: list[list[FusedDeltaNetStep]] = [
-            []
-        ]  # before each layer of attention, and behind the last
+        # Before each layer of attention, and behind the last.
+        self._leads: list[list[FusedDeltaNetStep]] = [[]]
         self._state_slots: StateSlots | None = None
         self._replays, self.tower = CudaGraphCache(home_device(model)), CapturedVisionTower(model, family)
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
@@ -92,10 +96,8 @@ class CapturedStreamSteps:
 
     def close(self) -> None:
         """Free the captured CUDA graphs."""
-        self._replays, self.tower = (
-            CudaGraphCache(home_device(self.model)),
-            CapturedVisionTower(self.model, self._family),
-        )
+        self._replays = CudaGraphCache(home_device(self.model))
+        self.tower = CapturedVisionTower(self.model, self._family)
 
     def can_run_fused(self, rows: Tensor, again: bool = False) -> bool:
         """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.can_fuse_layers` accepts, on the
@@ -104,14 +106,15 @@ class CapturedStreamSteps:
         if len(rows) > WIDTHS[-1] or self._sure:
             return len(rows) <= WIDTHS[-1]
         layers: list[Any] = list(self._family.layers(self.model))
-        if next(layers[0].parameters()).device != rows.device:
+        if (weight := next(layers[0].parameters())).device != rows.device:
             return False
         activation = getattr(self._family.text_model(self.model).config, "hidden_act", "")
         windows = [getattr(getattr(one, "self_attn", None), "sliding_window", None) for one in layers]
         choices = activation, windows
         if self._watched is None or choices != self._choices or not self._watched.is_unchanged(layers):
             self._watched, self._choices = ModuleFingerprint(layers), choices
-            self._known = can_fuse_layers(layers, activation, self._family)
+            readable = can_read_cache_table(weight.device, weight.dtype, self._shape.head_dim)
+            self._known = readable and can_fuse_layers(layers, activation, self._family)
             self._lay(layers if self._known else [])
         self._sure = (fits := self._known and not self._watched.has_hooks()) and again
         return fits
@@ -141,14 +144,17 @@ class CapturedStreamSteps:
     ) -> Tensor:
         """Return final hidden states [n, E] of `embeds` [n, E], as `StreamModel.run_layers`. `slots`: the `CacheSlot` of
         each layer, if one graph can run all layers (an answer); None: a graph for each part of the layers (a question)."""
-        # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
+        if slots is None and run.check is not None:
+            run.check()
+            # No other pass may come in between from here on: it would write over the buffers of this one.
+            run = replace(run, check=None)
         self._replays.set_data_place(self._watched)
         states: list[RecurrentCacheLayer] = [] if running is None else [*running.states.values()]
         with restore_states_on_error(states):
             carried = self._carried(states, len(embeds)) if states else None
             if slots is not None:
                 return self._answer([slots], embeds, [len(embeds)], carried)
-            out, errors = self._run([(run, len(embeds), hidden)], embeds, {}, carried)
+            out, errors = self._run([(run, len(embeds), hidden)], embeds, carried)
             for error in errors.values():
                 raise error
         return out
@@ -166,44 +172,39 @@ class CapturedStreamSteps:
     def run_batched_answers(self, passes: Passes, embeds: Tensor) -> tuple[Tensor, dict[int, Exception]]:
         """Return final hidden states [n, E] of several streams' answers, run as one step, and the errors of failed ones."""
         counts = [count for _, count, _ in passes]
-        if len(passes) > 1 and _padded(len(passes)) * _padded(max(counts)) > MOST:
-            half = len(passes) // 2
-            first, errors = self.run_batched_answers(passes[:half], embeds[: sum(counts[:half])])
-            second, more = self.run_batched_answers(passes[half:], embeds[sum(counts[:half]) :])
-            return torch.cat([first, second]), errors | {half + seat: error for seat, error in more.items()}
-        errors, slots = {}, dict[int, list[CacheSlot] | None]()
+        errors, slots = dict[int, Exception](), dict[int, list[CacheSlot] | None]()
         for seat, (run, count, _) in enumerate(passes):
             with _noted(errors, seat):
                 run.state.begin_pass(StreamPass(kind="answer", rows=count))  # type: ignore[union-attr]
                 slots[seat] = run.state.write_slot_per_layer()  # type: ignore[union-attr]
         self._replays.set_data_place(self._watched)
         ready = {seat: own for seat, own in slots.items() if own is not None}
-        if ready and len(ready) == len(slots):
-            rows = dict(enumerate(embeds.split(counts)))
-            some = torch.cat([rows[seat] for seat in ready])
-            made = self._answer([*ready.values()], some, [counts[seat] for seat in ready], None)
-            rows |= zip(ready, made.split([counts[seat] for seat in ready]), strict=True)
-            out = torch.cat([*rows.values()])
-        else:
-            out, errors = self._run(passes, embeds, errors)
-        for seat, (run, _, _) in enumerate(passes):
-            if seat not in errors:
-                with _noted(errors, seat):
-                    run.state.end_pass()  # type: ignore[union-attr]
-        return out, errors
+        rows, rest = dict(enumerate(embeds.split(counts))), [seat for seat in slots if seat not in ready]
+        if ready:
+            own = [counts[seat] for seat in ready]
+            made = self._answer([*ready.values()], torch.cat([rows[seat] for seat in ready]), own, None)
+            rows |= zip(ready, made.split(own), strict=True)
+        if rest:
+            some = torch.cat([rows[seat] for seat in rest])
+            made, failed = self._run([passes[seat] for seat in rest], some)
+            errors |= {rest[n]: error for n, error in failed.items()}
+            rows |= zip(rest, made.split([counts[seat] for seat in rest]), strict=True)
+        for seat in {*rows} - {*errors}:
+            with _noted(errors, seat):
+                passes[seat][0].state.end_pass()  # type: ignore[union-attr]
+        return torch.cat([*rows.values()]), errors
 
     def _run(
-        self, passes: Passes, embeds: Tensor, errors: dict[int, Exception], carried: StepStates | None = None
+        self, passes: Passes, embeds: Tensor, carried: StepStates | None = None
     ) -> tuple[Tensor, dict[int, Exception]]:
+        errors = dict[int, Exception]()
         shape, n, dtype, x = self._shape, len(embeds), embeds.dtype, self._entered(embeds)
         heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.get_buffer
         width, first = len(x), self._layers[0]
         wide = width, (heads + 2 * groups + first.gated * heads) * size
         qkv = [room(("qkv", number), wide, dtype) for number in range(len(self._layers))]
-        lies = self._slot_count()
-        self._replays(
-            ("enter", width), partial(self._leave, -1, HiddenRows(x), x, qkv, carried), lies, lasting=False
-        )
+        lies, enter = self._slot_count(), partial(self._leave, -1, HiddenRows(x), x, qkv, carried)
+        self._replays(("enter", width), enter, lies, lasting=False)
         self._angles.clear()
         for number in range(len(self._layers)):
             end, whole = 0, False
@@ -238,7 +239,7 @@ class CapturedStreamSteps:
 
     def _entered(self, embeds: Tensor) -> Tensor:
         """[width, E] what enters the first layer: `embeds` [n, E], filled up."""
-        n, width = len(embeds), next(rows for rows in WIDTHS if rows >= len(embeds))
+        n, width = len(embeds), _filled(len(embeds))
         x = self._replays.get_buffer("x", (width, embeds.shape[1]), embeds.dtype)
         x[:n], x[n:] = embeds, 0.0
         return x
@@ -265,7 +266,7 @@ class CapturedStreamSteps:
         for n, some in enumerate(layers if bias is not None else ()):
             held = ((seat, slot.bias) for seat, slot in enumerate(some))
             told += [(bias[n, seat, : len(one)], one) for seat, one in held if one is not None]  # type: ignore[index]
-        torch._foreach_copy_([place for place, _ in told], [one for _, one in told])
+        copy_by_dtype(told)
         spare = [0] * (seats - len(slots))
         begins = torch.tensor([[slot.column for slot in some] + spare for some in layers])
         starts = room("from", (len(layers), seats), torch.long).copy_(on_device(begins, x.device))
@@ -297,8 +298,10 @@ class CapturedStreamSteps:
             for some in zip(*slots, strict=True)
         )
         longest = max((len(slot.bias) for own in slots for slot in own if slot.bias is not None), default=0)
-        fill = _padded if self._replays.works else int
-        return fill(len(slots)), fill(count), turns, longest and 1 << longest.bit_length()
+        seats = len(slots)
+        if self._replays.works:
+            seats, count = _padded(seats), _padded(count) if seats > 1 else _filled(count)
+        return seats, count, turns, longest and _padded(longest)
 
     def is_captured(self, slots: list[CacheSlot] | None) -> bool:
         """Whether an answer's step of one row is captured as a CUDA graph already; `slots` as in `run_step`."""
@@ -307,10 +310,8 @@ class CapturedStreamSteps:
         if slots is not None:
             return ready(("answer", *self._answer_sizes([slots], 1)), lies)
         # A layer with a slot, below those that a pruner cuts, is captured by another name.
-        layers = range(len(self._layers))
-        return ready(("enter", 1), lies) and all(
-            ready((n, 1), lies) or ready((n, 1, "slot"), ...) for n in layers
-        )
+        each = (ready((n, 1), lies) or ready((n, 1, "slot"), ...) for n in range(len(self._layers)))
+        return ready(("enter", 1), lies) and all(each)
 
     def _led(self, number: int, rows: HiddenRows, carried: StepStates | None) -> HiddenRows:
         """`rows` through the layers with a running state before layer `number` of attention."""
@@ -355,7 +356,7 @@ class CapturedStreamSteps:
                 return ()
 
             at = None if bias is None else bias.shape, self._slot_count()
-            self._replays((number, len(qkv), rows.start, count, "look"), work, at=at)
+            self._replays((number, seat, len(qkv), rows.start, count, "look"), work, at=at)
 
     def _looking(
         self, number: int, seat: int, slot: CacheSlot, count: int, dtype: torch.dtype

@@ -16,13 +16,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops import operator
 from mmaccel.backends.ops.layer_ops import MOST, WINDOW, SeparateKVCaches
 from mmaccel.core.adapter import home_device
 from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import decode, loading
+from mmaccel.models.cache_table import can_read_cache_table
 from mmaccel.models.decode import Buffers, CachedSequenceInfo, DeviceDecodeStep
 from mmaccel.models.layer_step import StepStates
 from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, restore_states_on_error
@@ -41,9 +41,8 @@ def why_not_batchable(model: nn.Module, family: Any, cache: Any) -> str | None:
         return "its memory is not written in place"
     if not decode.can_capture_decode(model, family, cache, also=("cpu",)):
         return "its layers are not of a kind that a shared step computes"
-    home, dtype = home_device(model), next(model.parameters()).dtype
-    even = family.geometry(model).head_dim % SeparateKVCaches.aligned == 0
-    if home.type == "cuda" and (dtype == torch.float64 or not even or operator.why_triton_unusable(home)):
+    kind = next(model.parameters()).dtype
+    if not can_read_cache_table(home_device(model), kind, family.geometry(model).head_dim):
         return "the kernels of a shared step do not run on this device, or in this type"
     return None
 

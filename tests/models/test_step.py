@@ -345,4 +345,4 @@ def test_captures_of_answers_are_given_back(monkeypatch: pytest.MonkeyPatch) -> 
             for _ in range(2):
                 steps._answer([slots], torch.zeros(1, shape.hidden), [1], None)
         # One for all that share a power of two.
-        assert len(replays._held) == 5 == sum(name == "biases" for name, *_ in replays._rooms)
+        assert len(replays._held) == 6 == sum(name == "biases" for name, *_ in replays._rooms)

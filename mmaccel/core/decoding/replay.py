@@ -72,11 +72,17 @@ class CudaGraphCache:
         self._held: dict[Hashable, dict[Hashable, _Replay | tuple[Tensor, ...] | Literal["unfit"]]] = {}
         self._rooms: dict[Hashable, Tensor] = {}
         self._mark: Hashable = None
+        self._stream: Any = None
         self._pool: Any = None
 
     def set_data_place(self, mark: Hashable) -> None:
         """Declare by the key `mark` where the data lies that captured work reads; if it differs from the last one, all
-        captures and buffers are dropped."""
+        captures and buffers are dropped. If the current CUDA stream is not the last caller's, it waits for that one, which
+        used the same buffers."""
+        if self._device.type == "cuda":
+            last, self._stream = self._stream, torch.cuda.current_stream(self._device)
+            if last not in (None, self._stream):
+                self._stream.wait_stream(last)
         if mark != self._mark:
             self._held.clear()
             self._rooms.clear()

@@ -1,4 +1,4 @@
-"""Drafting methods for speculative decoding, one per file; a new one needs a file and an import line here."""
+"""Drafting methods for speculative decoding, one per file. A new one needs a file here and an import line in this module."""
 
 from mmaccel.policies.draft.off import Off as Off
 from mmaccel.policies.draft.parallel import Parallel as Parallel

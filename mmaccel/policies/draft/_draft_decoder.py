@@ -1,4 +1,5 @@
-"""Decoding of the draft model for `parallel`: `LocalDrafter` in this process, `_remote_drafter.RemoteDrafter` in another."""
+"""Runs the draft model of the `parallel` draft. `LocalDrafter` runs it in this process; `_remote_drafter.RemoteDrafter` has
+the same interface and runs it in a second process."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ class TokenDistribution:
 
 @dataclass(frozen=True)
 class DraftedTokens:
-    """The draft's new token `ids`, the seconds they took, the seconds of the prompt, how many of its tokens a pruner left
-    out, and each token's distribution; `odds` is empty for greedy tokens."""
+    """The result of a drafting request: the new `ids`, the `seconds` they took, the seconds `prompt_s` in which the draft
+    read the prompt, the number of `pruned` prompt tokens, and each token's distribution (`odds`; empty if greedy)."""
 
     ids: list[int]
     seconds: float
@@ -57,11 +58,11 @@ class DraftedTokens:
 
 
 class DraftDecoder:
-    """Decodes with a draft model after a prompt. `line` are the tokens after the prompt, of which the first `_run` have been
-    run.
+    """Decodes with a draft model on the host's request. `line` holds the token ids after the prompt; the model has run the
+    first `_run` of them.
 
-    With sampling, a token is drawn from the draft's own distribution, under the target's sampling settings, cut to its
-    `SUPPORT` likeliest tokens; otherwise it is the likeliest one.
+    When the target samples, a token is drawn from the draft's own distribution under the target's sampling settings, cut to
+    its `SUPPORT` likeliest tokens. In greedy decoding it is the likeliest token.
     """
 
     def __init__(self, runner: Runner, device: torch.device | str, vocab: int) -> None:
@@ -72,7 +73,7 @@ class DraftDecoder:
         self.prompt_s, self.pruned = 0.0, 0
 
     def announce_prompt(self, inputs: Mapping[str, Any]) -> None:
-        """Announce the prompt `inputs`; it contains what was generated after the previous one and accepted."""
+        """End the last turn; register the next prompt, `inputs`, without running it. Its ids hold all earlier turns."""
         inputs = dict(inputs)
         ids = inputs.pop(IDS, inputs["input_ids"])[0]
         self.talk.end_turn(torch.tensor(self.line[: self._run], dtype=torch.long))
@@ -88,8 +89,9 @@ class DraftDecoder:
         seed: int,
         stream: LocalDraftStream | None = None,
     ) -> None:
-        """Run the prompt after earlier turns, or only its columns `keep` (renumbered if `compact`); or the question of
-        `stream`. `warp` is the target's sampling, None for greedy; `seed` is for the tokens drawn here."""
+        """Run the prompt `inputs`, only its columns `keep` if given (renumbered if `compact`), or the question of `stream`
+        instead. `warp` makes the target's sampling probabilities of logits (None: greedy); `seed` is of the draft's
+        draws."""
         began = time_after_device_work(self._device)
         self._warp, self._random = warp, torch.Generator().manual_seed(seed)
         if stream is not None:
@@ -103,7 +105,7 @@ class DraftDecoder:
         self.prompt_s = time_after_device_work(self._device) - began
 
     def draft_tokens(self, length: int, fix: Sequence[int], count: int) -> DraftedTokens:
-        """Draft: go back to the first `length` tokens, append `fix`, and generate `count` more."""
+        """Cut `line` to its first `length` tokens, append the ids `fix`, then generate and return `count` more tokens."""
         began = time.perf_counter()
         self.line[length:] = fix
         # At least one token is run, for the logits after it.
@@ -142,8 +144,8 @@ def _likeliest(q: Tensor) -> TokenDistribution:
 
 
 class LocalDrafter:
-    """A draft model in this process, with the interface of `RemoteDrafter`. On a CPU it runs when its window is collected,
-    on CUDA in a CUDA stream of its own."""
+    """A draft model in this process, with the interface of `RemoteDrafter`. On a CPU it drafts when the tokens are
+    collected; on CUDA it drafts in a CUDA stream of its own, beside the target."""
 
     def __init__(self, peer: ModelView, vocab: int, device: torch.device) -> None:
         self._writer = DraftDecoder(peer.runner(), peer.device, vocab)
@@ -160,7 +162,7 @@ class LocalDrafter:
         stream: DraftStream | None = None,
         lasts: bool = False,
     ) -> None:
-        """Start a prompt with the arguments of `Remote.begin`; the draft reads it with the first window."""
+        """Start a prompt; arguments as in `RemoteDrafter.begin`. The draft runs it when it drafts the first window."""
         self._writer.talk.runner.lasting = lasts
         warp = None if warp is None else _at(warp, inputs["input_ids"].device)
         self._unread: dict[str, Any] | None
@@ -192,8 +194,8 @@ class LocalDrafter:
             return self._writer.draft_tokens(*self._asked)
 
     def continues_from(self, previous: Any, ids: Tensor, past: TokenLayout) -> bool:
-        """Return whether the draft can continue with prompt `ids` [S], after `past`, from `previous`, its state of the last
-        turn."""
+        """Return whether the draft can continue from `previous`, its state after the last turn, with the prompt `ids` [S] of
+        the whole conversation; `past` is the layout of the columns that the target's cache holds."""
         if not (isinstance(previous, DraftDecoder) and previous.talk.is_continued_by(ids, past)):
             return False
         self._writer = previous

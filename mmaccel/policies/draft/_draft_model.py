@@ -1,5 +1,5 @@
-"""Base classes of drafts by a second model: how it is found, checked for the target's vocabulary, and reads the prompts of a
-conversation, so that a later turn's draft continues from its KV cache."""
+"""Base classes of drafts by a second model: they find the model, check that its vocabulary fits the target's, and read the
+prompts of a conversation, so that the draft of a later turn continues from its own KV cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IDS = "mmaccel_ids"
 
 
 def draft_folder(name: str, target: ModelView, model: str) -> str:
-    """Return the draft model's folder; raises `DraftError` if it should be beside the target's, and is not."""
+    """Return the draft model's folder or name ("beside": the target's with ``-draft``); raises `DraftError` if missing."""
     if model != BESIDE:
         return model
     if target.model_folder is None:
@@ -60,7 +60,7 @@ def model_devices(model: nn.Module) -> list[torch.device]:
 
 
 def free_device(taken: Sequence[torch.device]) -> str:
-    """Return the device for a second process: the first CUDA device after the target's first that the target leaves free."""
+    """Return the device for a draft in another process: a CUDA device not `taken` by the target, or else the target's."""
     first = taken[0]
     if first.type != "cuda":
         return str(first)
@@ -86,8 +86,8 @@ def check_vocabulary(ours: int, theirs: int) -> None:
 
 
 def draft_stream(model: nn.Module, told: DraftStreamSettings, keeper: ModelView) -> LocalDraftStream:
-    """Open the stream of draft `model` in this process. It reads stored videos in few long passes, under the window that
-    live frames have: drafts were as good as of frames read a clip at a time (lab/LOG.md)."""
+    """Open a video stream for the draft `model` in this process, by the settings `told`; `keeper` holds what prompts share.
+    A stored video is encoded in a few long passes, whose frames see as much as live frames do."""
     family, prompt = adapter_for(model), told.prompt
     made = None if prompt is None else prompt[0](model, family, prompt[1], keeper)
     adapter: StreamModel = made or family.stream_adapter(model, told.processor)
@@ -128,7 +128,7 @@ class DraftModelStrategy(DraftStrategy):
             )
 
     def unused(self, prompt: Prompt) -> list[str]:
-        """Return sentences for the report on those fields of the draft that have no effect on this prompt."""
+        """Return one sentence, for the call's report, on each field of this draft that has no effect on `prompt`."""
         return []
 
     def check_target(self, target: ModelView) -> None:
@@ -211,10 +211,10 @@ class VideoDraftStrategy(DraftModelStrategy):
 
 
 class Conversation:
-    """The tokens that a draft model's `runner` has run, pruned ones included: prompts, and the answers between them.
+    """The conversation that a draft model's `runner` has read: prompts, and answers between them, pruned tokens included.
 
-    A prompt is read only when needed (`announce_prompt`, then `read`). Only the answer after the last prompt can be rolled
-    back: earlier there may be a video, whose pixels the next turn does not have.
+    A prompt is run only when its logits are needed (`announce_prompt`, then `read`). Only the answer after the last prompt
+    can be rolled back: before it there may be a video, and the next turn does not bring its pixels again.
     """
 
     def __init__(self, runner: Runner, device: torch.device | str) -> None:
@@ -225,7 +225,7 @@ class Conversation:
         self._told: list[tuple[Tensor, Mapping[str, Any]]] = []
 
     def announce_prompt(self, inputs: Mapping[str, Any], ids: Tensor) -> None:
-        """Announce the next prompt `ids` [S]; `inputs` are its last columns, which follow those of earlier turns."""
+        """Register the next prompt without running it: `ids` [S] of the whole conversation, `inputs` of its last columns."""
         self._told.append((ids.cpu(), inputs))
 
     def is_continued_by(self, ids: Tensor, past: TokenLayout) -> bool:
@@ -238,7 +238,7 @@ class Conversation:
         )
 
     def read(self, keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Run the announced prompts; return logits [1, V] after the last one. See `Runner.prefill` for the rest."""
+        """Run the registered prompts, or columns `keep` [k] (renumbered if `compact`); return the last logits [1, V]."""
         logits = torch.empty(0)
         for number, (ids, inputs) in enumerate(self._told, 1):
             columns = keep
@@ -275,11 +275,11 @@ class Conversation:
 
     @property
     def pruned(self) -> int:
-        """Number of tokens, up to the end of the last prompt, that a pruner left out."""
+        """Number of this conversation's tokens, up to the end of the last prompt that was run, that a pruner left out."""
         return self._prompt - self._origin
 
     def end_turn(self, tokens: Tensor) -> Conversation:
-        """End the turn, in which `tokens` [m] were generated after its prompt; those that the draft has run are kept."""
+        """End the turn whose answer is `tokens` [m]; of these the draft model's cache keeps only what it has run."""
         if not self._told:
             run = min(self.runner.length() - self._origin, tokens.numel())
             self.runner.truncate(self._origin + run)
@@ -312,8 +312,8 @@ def check_text(who: str, past: TokenLayout) -> None:
 
 
 def continues_tokens(known: Tensor, ids: Tensor, past: TokenLayout) -> bool:
-    """Return whether prompt `ids` [S], of which the target holds `past`, continues `known` [n], with no image or video in
-    between that `known` lacks."""
+    """Return whether the prompt `ids` [S] starts with the tokens `known` [n] and the columns that the target's cache holds
+    after these (layout `past`) are text only."""
     n = known.numel()
     if n > past.length or not torch.equal(known, ids[:n].cpu()):
         return False
@@ -321,10 +321,10 @@ def continues_tokens(known: Tensor, ids: Tensor, past: TokenLayout) -> bool:
 
 
 class DraftModelState(DraftState):
-    """The state of a draft model on one sequence; it runs between the target's steps.
+    """The state of a draft model on one sequence; the model runs between the target's steps.
 
-    The prompt is read when tokens are first requested: by then the target's first token is out, and a pruner has chosen.
-    `_pending` are committed tokens that the model has not run.
+    It reads the prompt when tokens are first requested. By then the target has given its first token and a pruner has chosen
+    which columns the draft reads. `_pending` holds committed tokens that the model has not run.
     """
 
     def __init__(self, runner: Runner, device: torch.device, choice: DraftModelStrategy, vocab: int) -> None:

@@ -26,8 +26,8 @@ SLAB = 16 << 20
 
 
 def make_packer(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[Blob]]:
-    """Return a function for another thread that packs `inputs` (see `pack`), after the device work that this thread has
-    launched so far, which makes them."""
+    """Return a function that packs `inputs` and `more` (see `pack`) and may be called in another thread. On CUDA it waits
+    for the work that computes `inputs`, as far as it was launched before this call."""
     streams = []
     for device in {x.device for x in inputs.values() if isinstance(x, Tensor) and x.is_cuda}:
         streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ def make_packer(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], li
 
 
 def pack(inputs: Mapping[str, Any], more: bytes = b"") -> list[Blob]:
-    """Pack `inputs` (tensors, lists of numbers) and bytes `more` into a message; tensors may be on any device."""
+    """Pack `inputs` (name -> tensor on any device, or list of numbers) and the bytes `more` into a message: buffers."""
     table: list[Any] = []
     parts: list[Blob] = []
     for name, x in inputs.items():

@@ -1,4 +1,4 @@
-"""A draft model in a second process: both ends of the connection."""
+"""Runs a draft model in a second process: `RemoteDrafter` is the target's side, `serve` that process's main function."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ TURN = "mmaccel_turn"
 
 
 class RemoteTurn:
-    """A conversation whose state is in the draft's process, as sequence `number`; its last prompt was `known` [n]."""
+    """A conversation whose draft state stays in the second process as sequence `number`; `known` [n]: last prompt's ids."""
 
     def __init__(self, worker: Worker, number: int, known: Tensor) -> None:
         self.worker, self.number, self.known = worker, number, known.cpu()
@@ -64,7 +64,7 @@ class RemoteTurn:
 
 
 class RemoteDrafter(ProcessClient):
-    """The target's end of one sequence in a draft's process: one `request_tokens` at a time, then `collect_tokens`.
+    """The target's side of a sequence for which a second process drafts: `request_tokens`, then `collect_tokens`, in turn.
 
     Several sequences may share the process, which serves requests in order of arrival.
     """
@@ -113,12 +113,12 @@ class RemoteDrafter(ProcessClient):
         self._worker.send(KEEP, self.number, blob=[columns.cpu().long().numpy().tobytes()])
 
     def request_tokens(self, length: int, fix: Sequence[int], count: int) -> None:
-        """Request to go back to `length` tokens, append `fix`, and generate `count` more."""
+        """Request, without waiting: cut the drafted line to `length` tokens, append ids `fix`, generate `count` more."""
         self._asked = count
         self._worker.send(WRITE, self.number, length, count, *fix)
 
     def collect_tokens(self, limit_s: float) -> DraftedTokens | None:
-        """Return the result of the request, or None if it does not arrive within `limit_s`."""
+        """Return the requested tokens; None if they take over `limit_s` seconds. A malformed reply raises `DraftError`."""
         until = time.monotonic() + limit_s
         while not self._answers:
             message = self._worker.receive_message(max(0.0, until - time.monotonic()))
@@ -163,7 +163,8 @@ class RemoteDrafter(ProcessClient):
         return tuple(odds) if whole else None
 
     def continues_from(self, previous: Any, ids: Tensor, past: TokenLayout) -> bool:
-        """Return whether the draft can continue with prompt `ids` from `previous`, its state of the last turn."""
+        """Return whether the second process can continue from `previous`, its state after the last turn, with the prompt
+        `ids` [S]; `past` is the layout of the columns that the target's cache holds."""
         fits = isinstance(previous, RemoteTurn) and previous.worker is self._worker
         if not fits or not continues_tokens(previous.known, ids, past):
             return False
@@ -175,8 +176,8 @@ class RemoteDrafter(ProcessClient):
         return RemoteTurn(self._worker, self.number, ids)
 
     def close(self, deadline: Deadline | None = None) -> None:
-        """End the sequence; the process frees it unless a later turn may follow, and stays for others unless it has not
-        taken the prompt at the call's `deadline`."""
+        """End the sequence once its prompt is sent. The second process frees it unless a later turn may follow, and serves
+        others; if it has not taken the prompt by `deadline`, the process is ended."""
         if self._open.pop(self.number, None) is not None and self._worker.alive:
             try:
                 if not self._kept_open:
@@ -242,8 +243,8 @@ def serve_decoder(
     device: torch.device | str = "cpu",
     watch: Callable[[DraftStreamSettings], LocalDraftStream] | None = None,
 ) -> None:
-    """Serve requests until the wire breaks; `fresh` opens a `DraftDecoder` for each sequence, whose logits are on `device`,
-    and `watch` a stream (`ServedStreams`)."""
+    """Serve requests until the connection `wire` breaks. `fresh` makes a `DraftDecoder` for each sequence, with logits on
+    `device`; `watch` opens a video stream (see `ServedStreams`), or is None if streams are not served."""
     # Prompts that are not run yet: inputs, sampling, whether compact, seed; and the stream that was asked, if one was.
     waiting: dict[int, tuple[dict[str, Any], bytes, bool, int, LocalDraftStream | None]] = {}
     served = ServedStreams(wire, watch)

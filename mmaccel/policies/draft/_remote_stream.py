@@ -1,4 +1,4 @@
-"""A draft's video stream in another process: both ends of the connection. Frames are sent; memory and files stay there."""
+"""Runs a draft's video stream in a second process, which keeps its memory and files; the target's side sends frames."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OVER: WeakKeyDictionary[Worker, deque[int]] = WeakKeyDictionary()
 
 
 class ProcessClient:
-    """The target's end of one sequence or stream in a draft process that several share; `number` identifies it there."""
+    """The target's side of a sequence or stream in a draft process that several share; `number` names it in messages."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -65,7 +65,7 @@ class ProcessClient:
 
 
 class RemoteDraftStream(DraftStream, ProcessClient):
-    """The target's end of a draft's stream. The process reads a clip while the target goes on, at most one clip behind."""
+    """The target's side of a draft's stream. The second process reads a clip while the target goes on to the next one."""
 
     def __init__(self, worker: Worker, told: DraftStreamSettings) -> None:
         """Open the stream; that of a prompt begins to read it."""
@@ -142,7 +142,7 @@ class RemoteDraftStream(DraftStream, ProcessClient):
         self._wait_for_prompt()
 
     def wait_until_done(self) -> None:
-        """Wait until the draft's process has done all that was requested."""
+        """Wait until the second process has carried out all requests; raises `DraftError` for a malformed reply."""
         while self._out:
             message = None if self._answers else self._worker.receive_message(WAIT_S)
             if message is not None:
@@ -155,8 +155,8 @@ class RemoteDraftStream(DraftStream, ProcessClient):
 
 
 class ServedStreams:
-    """The draft process's end of its streams: `streams` by number, which `watch` opens. A stream whose end has arrived reads
-    no further."""
+    """The streams that a draft process serves, by number. `watch` opens one from its settings. A stream stops reading as
+    soon as the message that ends it arrives, before that message's turn."""
 
     def __init__(
         self, wire: MessageSocket, watch: Callable[[DraftStreamSettings], LocalDraftStream] | None
@@ -167,7 +167,7 @@ class ServedStreams:
         self._deadlines: dict[int, Deadline] = {}
 
     def on_arrival(self, message: Message) -> None:
-        """Cancel what a stream is reading if `message`, which waits to be handled, ends it."""
+        """If the queued `message` ends a stream, cancel what that stream is reading now."""
         if message.kind == CALL:
             self._deadlines.setdefault(message.numbers[0], Deadline())
         elif message.kind == END and (deadline := self._deadlines.get(message.numbers[0])) is not None:

@@ -1,4 +1,4 @@
-"""Expected speed of a pipelined draft, from measured times: the best window, and whether the draft's prompt is pruned."""
+"""Predicts the speed of the `parallel` draft, to choose its window (tokens a round) and whether it reads a pruned prompt."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ANSWERS = 2
 
 
 def tokens_per_round(keep: float, window: int) -> float:
-    """Return the expected number of tokens committed per target step of the pipeline, if each drafted token is accepted with
-    probability `keep`, independently.
+    """Return the expected number of tokens that the `parallel` draft commits per target step, if each drafted token is
+    accepted with probability `keep`, independently. `window`: tokens drafted a round.
 
-    Two states: pre-verify commits one token; post-verify verifies `window` and commits the accepted and one more, at most
-    `window`: (1 - keep^w) / (1 - keep) on average. It stays with probability keep^w; pre-verify changes to it with `keep`.
-    Weighted with the share of rounds in each state.
+    In pre-verify a step commits one token. In post-verify it commits the accepted tokens and one more, at most `window`: (1
+    - keep^w) / (1 - keep) on average. Pre-verify changes to post-verify with probability `keep`, and post-verify stays with
+    probability keep^w. The result weights both with their share of steps.
     """
     if keep >= 1:
         return float(window)
@@ -37,15 +37,16 @@ def tokens_per_round(keep: float, window: int) -> float:
 
 
 def expected_gain(step_s: float, draft_s: float, keep: float, window: int) -> float:
-    """Return the speed-up over plain decoding, for a target step of `step_s` and a draft step of `draft_s` seconds."""
+    """Return how many times faster than plain decoding a draft of `window` tokens a round is expected to be: `step_s`,
+    `draft_s` are the seconds of a target and a draft step, `keep` the probability that a drafted token is accepted."""
     return tokens_per_round(keep, window) * step_s / max(window * draft_s, step_s)
 
 
 def best_window(step_s: float, draft_s: float, keep: float, most: int) -> tuple[int, float]:
-    """Return the window with the largest expected speed-up over plain decoding, and that speed-up.
+    """Return the window from 1 to `most` with the largest `expected_gain`, and that gain.
 
-    step_s is a target step, draft_s a draft step; only the two whole numbers around their ratio can be best: with a longer
-    window the target waits for more than it gains, with a shorter one the draft is idle.
+    Only the two whole numbers around step_s / draft_s can be best: with a longer window the target waits for the draft, with
+    a shorter one the draft is idle.
     """
     ratio = step_s / max(draft_s, 1e-9)
     low = min(max(math.floor(ratio + 1e-9), 1), most)
@@ -56,13 +57,15 @@ def best_window(step_s: float, draft_s: float, keep: float, most: int) -> tuple[
 
 @dataclass
 class PipelineTimes:
-    """Running means of the step times of target and draft and of the draft's acceptance rate; recent rounds count most.
+    """Running means of the seconds of a target step (`step_s`) and a draft step (`draft_s`), and the counts of verified
+    (`judged`) and accepted (`kept`) tokens, of which the acceptance rate is made.
 
-    Context grows with every token, and both times with it: the means decay at `rate` a round. The first steps of a sequence
-    may take several times as long as others, as they are compiled and captured: a time of less than half the mean resets it,
-    and one of more than twice the mean counts as twice.
+    Steps become slower as the context grows, so recent steps weigh most: each moves the mean by the share `rate`. The first
+    steps may take several times as long, as they are compiled and captured: a time below half the mean replaces the mean,
+    and one above twice the mean counts as twice.
 
-    pauses  how often in a row a draft was found not to pay; `rest`: the tokens that it pauses at the next answer
+    pauses  how many times in a row drafting was paused because it did not save time
+    rest    tokens for which drafting is still paused when the next answer begins
     """
 
     rate: float = 0.2
@@ -75,7 +78,7 @@ class PipelineTimes:
     rest: int = 0
 
     def begin_answer(self) -> None:
-        """Begin another answer: of the tokens verified so far, only the last `KNOWN` count for the acceptance rate."""
+        """Begin another answer: let the tokens verified so far weigh at most `KNOWN` tokens in the acceptance rate."""
         share = min(1.0, KNOWN / self.judged)
         self.judged, self.kept = self.judged * share, self.kept * share
 
@@ -93,14 +96,14 @@ class PipelineTimes:
         return before + self.rate * (min(now, 2 * before) - before)
 
     def record_verification(self, kept: int, refused: bool) -> None:
-        """Record that `kept` tokens of a window were accepted, and, if `refused`, that the next one was not."""
+        """Record that `kept` drafted tokens were accepted and, if `refused`, that the token after them was rejected."""
         self.rounds += 1
         self.judged += kept + refused
         self.kept += kept
 
     def pause_length(self, gain: float) -> int:
-        """Return for how many tokens drafting pauses, given the expected gain: 0 if it is `WORTH` it, for what the processes
-        tell each other is not in it; else more each time in a row."""
+        """Return for how many tokens to pause drafting, given the expected speed-up `gain`: 0 in the first rounds and above
+        `WORTH` (1 and a margin for messages between processes); else `PAUSE`, doubled with each pause in a row."""
         if gain > WORTH:
             self.pauses = 0
         if self.rounds < SETTLED or gain > WORTH:
@@ -120,14 +123,15 @@ class PipelineTimes:
 
 @dataclass
 class PipelineStats:
-    """Statistics of the pipeline during one answer.
+    """Statistics of the `parallel` draft during one answer.
 
-    figures  rounds of each mode, rounds in which the draft was late, tokens drafted, pauses
-    streaks  drafted tokens accepted in a row over windows, the paper's adaptive length; the last one is open
-    windows  tokens requested, window by window
-    ready    tokens drafted by the target's first token, after `prompt_s` seconds in which the draft read the prompt but for
-             `pruned` tokens of it
-    gain     expected speed-up of the best window
+    figures  counts of rounds in each mode, rounds in which the draft was late, tokens drafted, and pauses
+    streaks  numbers of drafted tokens accepted in a row, across windows (ParallelVLM's adaptive length); the last one goes
+             on
+    windows  tokens requested in each window
+    ready    tokens drafted when the target's first token came
+    prompt_s, pruned  seconds in which the draft read the prompt, and how many prompt tokens a pruner left out
+    gain     expected speed-up of the best window over plain decoding
     """
 
     figures: dict[str, int] = field(
@@ -149,7 +153,7 @@ class PipelineStats:
             self.streaks.append(0)
 
     def report_notes(self, pace: PipelineTimes) -> list[str]:
-        """Return in words how often the target decoded without the draft, and why it paused."""
+        """Return sentences for the report: how many tokens the target decoded without the draft, and why drafting paused."""
         notes = []
         if alone := self.figures["alone"]:
             steps = f"{alone} target step{'' if alone == 1 else 's'}"
@@ -163,7 +167,7 @@ class PipelineStats:
         return notes
 
     def counters(self, pace: PipelineTimes, window: int) -> dict[str, float]:
-        """Return the pipeline's figures for the report; `window` is the last window."""
+        """Return the counters of this answer for the report, by name. `window`: tokens of the last window."""
         streaks, windows = [*filter(None, self.streaks)] or [0], self.windows or [0]
         return {
             **{name: float(value) for name, value in self.figures.items()},
@@ -183,7 +187,7 @@ class PipelineStats:
 
 @dataclass
 class ReadingStats:
-    """Measurements of a draft that reads the whole video, or of one that reads a pruned one."""
+    """Measurements of answers for which a draft read its prompt in one way, whole or pruned: tokens verified, step times."""
 
     judged: float = 0.0
     kept: float = 0.0
@@ -192,7 +196,7 @@ class ReadingStats:
     answers: int = 0
 
     def add(self, pace: PipelineTimes) -> None:
-        """Add the measurements of an answer that has ended."""
+        """Add the measurements `pace` of an answer that has ended."""
         self.answers += 1
         self.judged += pace.judged - TOKENS_KNOWN
         self.kept += pace.kept - TOKENS_KNOWN * ASSUMED
@@ -204,7 +208,7 @@ class ReadingStats:
         return self.judged >= KNOWN or self.answers >= ANSWERS
 
     def gain(self, window: int | None, most: int) -> float:
-        """Return the expected speed-up over plain decoding, with `window`, or if None with the best window up to `most`."""
+        """Return the expected speed-up over plain decoding by `window`, or (None) the best one up to `most`; 0: unknown."""
         if not self.step_s or not self.draft_s or self.judged < 1:
             return 0.0
         figures = self.step_s, self.draft_s, self.kept / self.judged
@@ -212,8 +216,8 @@ class ReadingStats:
 
 
 class PromptReading(NamedTuple):
-    """What a draft reads for one answer: what `pruner` keeps of the video, or all of it (None). `note` says so in the
-    report; `way` collects the figures of answers read in this way."""
+    """How a draft reads the prompt of one answer: with the part of the video that `pruner` keeps, or whole (None). `note` is
+    the reason, for the report; `way` collects the measurements of answers read in the same way."""
 
     way: ReadingStats
     pruner: TokenPruner | None
@@ -222,10 +226,10 @@ class PromptReading(NamedTuple):
 
 @dataclass
 class ReadingChoice:
-    """Chooses whether a draft reads the whole video or a pruned one, by what both took so far at prompts of similar length
-    (equal power of two).
+    """Chooses whether a draft reads the whole video or a pruned one, by the speed measured with each. Prompts are compared
+    with earlier ones of similar length (the same number of bits).
 
-    bare_s  seconds of a draft step after a minimal prompt, or None if not measured
+    bare_s  seconds of a draft step after a minimal prompt, the least that pruning can reach; None: not measured
     """
 
     bare_s: float | None = None
@@ -234,11 +238,12 @@ class ReadingChoice:
     def reading(
         self, pruner: TokenPruner, length: int, window: int | None, most: int, sampled: bool
     ) -> PromptReading:
-        """Choose how to read a prompt of `length` tokens: the whole video first, then once the pruned one to measure it,
-        then the faster.
+        """Choose how to read a prompt of `length` tokens: whole, until that is measured; then once pruned; then the faster
+        way.
 
-        Pruning is not tried if even steps with nothing to read, with as many tokens accepted, would not gain `WORTH`. With
-        `sampled` tokens and a given window the whole is read: times must not change which tokens are sampled.
+        Pruning is not tried if even the shortest draft step (`bare_s`), at the same acceptance rate, would not be `WORTH`
+        times faster. With `sampled` tokens and a given `window` the prompt is read whole: times must not change which tokens
+        are drawn.
         """
         whole, less = self.ways.setdefault(length.bit_length(), (ReadingStats(), ReadingStats()))
         gain, of_part, thinned = (whole.gain(window, most), less.gain(window, most), _kept_share_text(pruner))

@@ -358,7 +358,7 @@ class ParallelDraftState(DraftState):
         self._pace.record_draft_steps(written.seconds, len(written.ids))
 
     def close(self) -> None:
-        """Close the draft; then raise `DraftError` if its process has left a request unanswered for `QUIET_S` s or more."""
+        """Close the draft. Raises `DraftError` if its process has not answered a request for `QUIET_S` seconds or more."""
         late = self._busy and not self._due and self._tally.figures["drafted"]
         silent = time.perf_counter() - self._asked if late else 0.0
         self._busy = False

@@ -17,13 +17,14 @@ from mmaccel.core.registry import at_least, limited, register
 @register("draft", "prompt_lookup")
 @dataclass(frozen=True, kw_only=True)
 class PromptLookup(DraftStrategy):
-    """Find the last tokens earlier in the prompt or the answer, and propose the tokens that followed them.
+    """Find the last tokens of the sequence earlier in the prompt or the answer, and propose the tokens that followed them
+    there.
 
-    The longest n-gram is tried first, and its last occurrence. After prompt lookup decoding (Saxena 2023). Serves
-    one beam, and on `past_key_values` of an earlier turn one sequence.
+    The longest n-gram (n tokens in a row) is tried first; of several matches the last one counts. After prompt lookup
+    decoding (Saxena 2023). Serves one beam, and on `past_key_values` of an earlier turn one sequence.
 
-    window  the most tokens proposed
-    ngram   the most last tokens that are looked for, down to one
+    window  most tokens proposed
+    ngram   length of the longest n-gram that is looked for; shorter ones follow, down to one token
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"rollback"})

@@ -25,7 +25,7 @@ from mmaccel.policies.draft._draft_model import DraftModelState, DraftModelStrat
 
 @dataclass(frozen=True, kw_only=True)
 class ChainStrategy(DraftModelStrategy):
-    """The base of drafts whose model drafts a window token by token (`Sequential` describes the fields)."""
+    """The base of drafts whose model drafts a window one token after the other. `Sequential` describes the fields."""
 
     window: int = limited(5, at_least(1))
     confidence: float = limited(0.0, in_range(0, 1, "a probability, 0 to 1"))
@@ -61,11 +61,11 @@ class Sequential(VideoDraftStrategy, ChainStrategy):
 
 
 class SequentialDraftState(DraftModelState):
-    """The draft of the strategy `sequential`: its model drafts a window, token by token, and then the target verifies it.
+    """The state of the `sequential` draft: its model drafts a window token by token, and then the target verifies it.
 
-    `observe_committed` only records tokens, so that a draft that is not used costs nothing: `_tokens` has the prompt and all
-    committed tokens, `_late` those of them that the draft model has not run yet, both as lists of tensors. Within a round
-    the model has run `_fed` drafted tokens after column `_mark` of its cache.
+    `observe_committed` only records tokens, so that a draft that is not used costs nothing. `_tokens` holds the prompt and
+    all committed tokens, `_late` the committed tokens that the draft model has not run yet, both as lists of tensors. Within
+    a round the model has run `_fed` drafted tokens after column `_mark` of its cache.
     """
 
     _choice: ChainStrategy

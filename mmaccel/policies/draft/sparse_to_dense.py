@@ -31,13 +31,14 @@ from mmaccel.policies.kv.full import FullState
 @register("draft", "sparse_to_dense")
 @dataclass(frozen=True, kw_only=True)
 class SparseToDense(DraftStrategy):
-    """The target's own weights draft over a sparse copy of its KV cache, and verify over the whole cache.
+    """The target drafts for itself: its own weights draft over a sparse copy of its KV cache, and verify over the whole
+    cache.
 
-    During prefill each key/value head of each layer chooses the video columns that the question attends to most; all text
-    stays. After each verification the draft continues from the target's own keys and values, so that drafted ones leave no
-    trace. After Sparse-to-Dense (arXiv 2505.19155), which does not say how columns are scored: the mean attention of the
-    question's rows, by head, is our choice. Needs no second model. A layer chooses among the columns that it holds: those
-    that a pruner has left, and those in reach of a window when the first token is out.
+    During prefill each key/value head of each layer chooses the video columns to which the question attends most; all text
+    stays. After each verification the draft continues from the target's own keys and values, and those of its drafted tokens
+    are dropped. After Sparse-to-Dense (arXiv 2505.19155), which does not say how columns are scored; we use the question
+    rows' attention, averaged for each head. Needs no second model. A layer can choose only columns that it still holds: a
+    pruner or a memory's window may have removed some before the first token.
 
     window     tokens drafted a round
     retention  share of the video's columns that each head keeps
@@ -64,7 +65,7 @@ def view_columns(view: KVView) -> Tensor:
 
 
 def visible_columns_mask(view: KVView, columns: Tensor, row: Tensor | int) -> Tensor:
-    """Return whether a query at column `row` (a number, or [n, 1]) sees each of the `columns` [N]: bool [N] or [n, N]."""
+    """Return which `columns` [N] of `view` a query at column `row` sees: bool [N] for a number, [n, N] for [n, 1]."""
     seen = columns <= row
     return seen if view.window is None else seen & ((columns < view.sinks) | (columns > row - view.window))
 

@@ -35,7 +35,7 @@ class TextOnly(ChainStrategy):
 
 
 class TextDrafter(SequentialDraftState):
-    """A `SequentialDraftState` that reads only the text, without videos and images, and proposes no placeholder."""
+    """A `SequentialDraftState` whose model reads only the prompt's text; it never proposes an image or video placeholder."""
 
     def __init__(self, target: ModelView, *given: Any) -> None:
         super().__init__(*given)

@@ -1,7 +1,7 @@
-"""The fields of memories that archive units (frames) on the host; `rekv` and `mosaic` are two choices of them.
+"""The fields of memories that archive units (frames) in host memory; `rekv` and `mosaic` are two choices of them.
 
-Their parts are fields: the `index` that finds units, retrieval while the stream is encoded, summary tokens, cache, and
-prefetching.
+A memory is composed of the `index` that finds units, retrieval while the stream is encoded, summary tokens, a cache on the
+device, and prefetching; each has its fields.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Prefetch = Literal["off", "query", "projected"]
 
 @dataclass(frozen=True)
 class FormerField:
-    """A policy field of earlier versions that no longer exists.
+    """A policy field of earlier versions that no longer exists; recipes that still give it are converted or refused.
 
     default  the value that now always holds
     why      what replaced it
@@ -60,13 +60,13 @@ def replace_field(who: str, given: dict[str, Any], old: str, value: Any, new: st
 @register("store", "host")
 @dataclass(frozen=True, kw_only=True)
 class HostMemory(Policy):
-    """The host's memory that a stream's keys and values may take, as a field of a memory: ``store: {spill: disk}``.
+    """Limits on the host memory for a stream's keys and values, as a field of a memory: ``store: {spill: disk}``.
 
     host_bytes  most host memory; None: as much as the host can spare
-    process_bytes  most host memory of all sessions of the process; with "drop_oldest", one that needs room takes it from
-                the one that holds most, if both are on one model
-    spill       what happens when it is used up: "refuse", "disk", or "drop_oldest", which forgets the oldest frames for
-                good as new ones come, even if the `watch` that brings these fails later
+    process_bytes  most host memory of all sessions of the process; with "drop_oldest", a session that needs room takes it
+                   from the one that holds most, if both are on one model
+    spill       what happens when that memory is full: "refuse", "disk", or "drop_oldest", which forgets the oldest frames
+                for good as new ones come, even if the `watch` that brings these fails later
     folder      for files with spill "disk", in a YAML file relative to its folder; None: a temporary folder
     """
 
@@ -207,7 +207,8 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
         return replace(own, host=None, evicts=self.store.spill == "drop_oldest")
 
     def is_expired(self, unit: int, age: float) -> bool:
-        """Return whether `unit` (a frame), shown `age` seconds before the newest, is to be forgotten."""
+        """Return whether the age limit (`keep_seconds`, `thin`) drops `unit` (a frame), shown `age` seconds before the
+        newest."""
         if self.keep_seconds is None or age <= self.keep_seconds:
             return False
         return not self.thin or unit % 2 ** (int(math.log2(age / self.keep_seconds)) + 1) != 0
@@ -224,7 +225,8 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
 
 
 class SharedArchive(ArchivedMemory):
-    """An archived memory on which a question can run while frames arrive: on shared data until it changes, then a copy."""
+    """An archived memory on which a question can run while frames arrive: it reads shared data until these change, then a
+    copy."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)

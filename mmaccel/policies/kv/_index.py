@@ -1,8 +1,8 @@
-"""Interface of the index that an archived memory searches: on the device, a key for each cluster of units (frames), at each
-layer.
+"""Interface of the index by which an archived memory finds units (frames): on the device, for each layer, a key of each
+cluster.
 
-Letters: L layers, C places for clusters, N units, d = G * D the size of a key. In `rekv` every unit is a cluster of its own,
-in `mosaic` clusters are nested in visual clusters. Any archived memory can use any index.
+Letters: L layers, C cluster ids (used or free), N units, d = G * D the size of a key. In `rekv` every unit is a cluster of
+its own, in `mosaic` clusters are nested in visual clusters. Any archived memory can use any index.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SPARE = 0.25
 class IndexPolicy(Policy, ABC):
     """The choice of an index, as a field of a memory: ``index: {name: clusters, visual: 8}``.
 
-    similarity  of a cluster's key and a query: "dot" or "cosine"
+    similarity  how a cluster's key is compared with a query: "dot" product or "cosine"
     ask_by      what a question searches by: the "mean" query of its words, or its "words", each alone
                 (`clusters.score_by_words`); passes of the stream search by their mean query
     """
@@ -59,8 +59,8 @@ class IndexPolicy(Policy, ABC):
 
 
 class SearchResult(NamedTuple):
-    """What one layer's search found: `entries` [k] (units: frames), ascending; which clusters were `picked` [C]; and the
-    score [C] of each cluster, -inf if it was not searched. No cluster is picked while the index has no summaries."""
+    """A layer's search result: numbers `entries` [k] of the units (frames) found, ascending; `picked` [C] bool, their
+    clusters (empty before clusters have summaries); `scores` [C] of all clusters, -inf if not searched."""
 
     entries: Tensor
     picked: Tensor
@@ -69,16 +69,15 @@ class SearchResult(NamedTuple):
 
 @dataclass(eq=False)
 class SearchTables:
-    """Search tables of the units (frames) below `end`, on the device; shared by all questions until the stream changes.
+    """What a search among the units (frames) below number `end` reads, on the device; all questions share it until units
+    come. Tensors have spare room, so that their addresses stay the same while the stream grows.
 
-    Tensors have spare room, so that their addresses stay the same while the stream grows.
-
-    entries  [n] ascending: the units that are not forgotten
-    lists    clusters and their units, R = L layers of them
+    entries  [n] ascending: numbers of the units that are not forgotten
+    lists    which units each cluster has, for R = L layers
     alive    for each layer, number of clusters with units
     visual   [V] sizes of visual clusters; None: the search has one stage
     parent   [L, C] the visual cluster of each cluster, V for an empty one
-    number   [N] the unit of each row, if they differ (`Index.compact`)
+    number   [N] the unit in each row of the index's tensors, after `Index.compact` freed rows; None: row n is unit n
     rows     number of rows of units below `end`; None: `end`
     ready    whether clusters have summaries
     """
@@ -97,9 +96,9 @@ class SearchTables:
 class Index(ABC):
     """Base of the indices that find the units (frames) of a stream for a query; their tensors are on the device.
 
-    key [L, C, d]: mean raw key of each cluster. For summary tokens also value [L, C, d], the mean value, and time [L, C],
-    the mean unit number. After `prepare`, a search reads nothing back. An index is made from its `policy` for a stream whose
-    last `window` units are on the device; `summaries`: it keeps mean values.
+    key [L, C, d]: mean key of each cluster, before RoPE. For summary tokens also value [L, C, d], the mean value, and time
+    [L, C], the mean unit number. After `prepare`, a search does not wait for the device. An index is made from its `policy`
+    for a stream whose last `window` units are on the device; `summaries`: whether it keeps mean values.
     """
 
     by_look = False
@@ -136,17 +135,17 @@ class Index(ABC):
 
     @abstractmethod
     def add_units(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
-        """Add n new units (frames). look [n, E]: visual features, None if the index needs none; pairs: each layer's keys and
-        values [1, G, n * P, D], before RoPE; retrieved [L, k]: the older units that their own pass retrieved."""
+        """Add n new units (frames). look [n, E]: visual features, None if not needed; pairs: each layer's keys (before RoPE)
+        and values [1, G, n * P, D]; retrieved [L, k]: older units that each layer retrieved while these were encoded."""
 
     def cluster_units(self, keep: int = 0) -> None:
-        """Sort the units (frames) that arrived into clusters, except those of the last `keep` passes."""
+        """Assign all new units (frames) to clusters, except those of the last `keep` forward passes."""
 
     def cluster_some_units(self) -> None:
-        """Sort a few of the units (frames) that arrived into clusters, if that does not wait for the device."""
+        """Assign a few of the new units (frames) to clusters, unless that would wait for the device."""
 
     def forget(self, units: Sequence[int]) -> None:
-        """Exclude `units` (frames), whose keys and values are gone, from searches."""
+        """Exclude `units` (frames), whose keys and values were dropped, from searches."""
         rows = torch.from_numpy(self._at.rows_of(np.array(units, dtype=np.int64)))
         rows = rows[rows >= 0]
         self.absent = grow_buffer(self.absent, 0, int(rows.max()) + 1 if len(rows) else 0, fill=0, share=1.0)
@@ -154,12 +153,12 @@ class Index(ABC):
         self._ready = None
 
     def forget_from(self, end: int) -> None:
-        """Forget the units (frames) from `end` on; their numbers will be used for others."""
+        """Forget the units (frames) from number `end` on; later units will get these numbers."""
         self.absent = self.absent[: self._at.count_rows_below(end)].clone()
         self._ready = None
 
     def compact(self) -> None:
-        """Free the rows of forgotten frames if most are; not between `checkpoint` and `restore`, nor in a question."""
+        """Free the rows of forgotten units if most are; not between `checkpoint` and `restore`, nor in a question."""
         rows, gone = self._known(), int(self.absent.sum())
         if not rows or gone < LEAST or 2 * gone <= rows:
             return
@@ -176,16 +175,16 @@ class Index(ABC):
         """The rows `kept` [k] alone stay, as the first ones."""
 
     def refresh(self) -> None:
-        """Update the index's tensors on the device."""
+        """Update the tensors on the device that searches read; an index that keeps them up to date does nothing."""
 
     def record_retrieved(self, found: dict[int, SearchResult]) -> None:
-        """Take note, after a question, of what each layer retrieved (layer -> `SearchResult`): it is on the device now, so
-        deferred splits can be made."""
+        """Note what each layer retrieved for a question (layer -> `SearchResult`): it is on the device now, so clusters
+        among it whose split was deferred can be split."""
 
     # Searches.
 
     def prepare(self, end: int) -> SearchTables:
-        """Return the tables (`SearchTables`) for searches among the units (frames) below `end`; cached."""
+        """Return the `SearchTables` of the units (frames) below number `end`, which searches then use; cached."""
         if self._ready is None or self._ready.end != end:
             self._ready = self._survey(end)
         return self._ready
@@ -202,17 +201,17 @@ class Index(ABC):
         """Set the mean visual embedding [E] (of frames, or of a question's words) that the next searches compare with."""
 
     def search(self, layer: int, query: Tensor, budget: int, end: int) -> SearchResult:
-        """Return `budget` units (frames) below `end` (all, if fewer) for a query [d] float32: whole clusters by score until
-        the budget is full; of the last cluster the units with the highest own scores."""
+        """Find the `budget` best units (frames) below number `end` (all, if fewer) by a query [d] float32: whole clusters by
+        score until the budget is full; of the last cluster the units of highest own score."""
         self.prepare(end)
         return self.search_ahead(layer, query[None], budget, 0)[0]
 
     def search_ahead(
         self, layer: int, queries: Tensor, budget: int, ahead: int, late: Any = None, words: Any = None
     ) -> tuple[SearchResult, Tensor | None]:
-        """Return what `search` finds by the first of `queries` [1 or 2, d], and units (frames) [ahead] to prefetch, found by
-        the second in the next layer (-1: none; of the last cluster the oldest). Call `prepare` first. `words` (`clusters.
-        Words`), if given, score the clusters; `late` (`clusters.NewestEntries`) units are appended to the result."""
+        """Return what `search` finds by `queries[0]` and, by `queries[1]` if given, units (frames) [ahead] to prefetch for
+        the next layer (-1: none; of its last cluster the oldest). queries [1 or 2, d]; `prepare` comes first. `words`
+        (`clusters.Words`), if given, score clusters; `late` (`clusters.NewestEntries`) units are appended to the result."""
         now, rows = self._now, slice(layer, layer + len(queries))
         if len(now.entries) <= budget:
             entries, scores = now.entries, clusters.score_keys(self.key[rows], queries, self.cosine)
@@ -255,29 +254,29 @@ class Index(ABC):
     # Summary tokens: clusters that stand for their units.
 
     def summary_count(self, layer: int, budget: int, most: int) -> int:
-        """Return the number of summary tokens to show beside a search for `budget` units (frames), at most `most`. There is
-        one for each cluster (retrieved ones last); none if everything is retrieved."""
+        """Return the number of summary tokens to show beside a search for `budget` units (frames): one for each cluster, at
+        most `most`; 0 if the search returns all units."""
         now = self._now
         return min(now.alive[layer] * (len(now.entries) > budget), most) if now.ready else 0
 
     @property
     def cluster_capacity(self) -> int:
-        """Number of places for clusters per layer, empty ones included."""
+        """C, the number of cluster ids per layer, used or free."""
         return int(self._now.lists.size.shape[1])
 
     def summarise(
         self, layer: int, found: SearchResult, out: Tensor, head: int, left: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values of the k best-scored clusters, best first and retrieved ones last, into `out` [2, G, k, D];
-        return their times [k] and the score bias of the head and of them: -inf from index `left`
-        [1] on, where there is no cluster."""
+        """Write keys and values of the k best-scored clusters, best first and those in `found` last, into `out` [2, G, k,
+        D]. Return their times [k] (mean unit numbers) and a score bias [head + k]: 0 for the `head` first columns, then of
+        each summary token, -inf from index `left` [1] on, where there is no cluster."""
         rows, size = (self.key[layer], self.value[layer]), self._now.lists.size[layer]
         return clusters.write_summary_tokens(
             found.scores, found.picked, size, rows, self.time[layer], out, head, left, 0
         )
 
     def share_by_unit(self, layer: int, found: SearchResult, shares: Tensor) -> Tensor:
-        """Return [n, end]: the `shares` [n, k] of summary tokens, divided evenly over the frames of their clusters."""
+        """Divide attention `shares` [n, k] of summary tokens evenly over their clusters' units (frames): [n, end]."""
         now, (rows, few) = self._now, shares.shape
         size = now.lists.size[layer]
         ids = clusters.rank_summary_clusters(found.scores, found.picked, size)[:few]
@@ -301,7 +300,7 @@ class Index(ABC):
         return {"end": end, "entries": here, "number": number, "rows": rows}
 
     def copy(self) -> Index:
-        """A copy that later changes leave as it is, with the same search results; `prepare` was called on this one."""
+        """Return a copy that later changes of this index leave alone, with the same search results; `prepare` was called."""
         other = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -329,7 +328,7 @@ class Index(ABC):
         return self.key, self.value, self.time
 
     def addresses(self) -> Hashable:
-        """Return the addresses and shapes of all tensors that searches read; it changes when one is moved."""
+        """Return addresses and shapes of all tensors that searches read; while equal, captured CUDA graphs are valid."""
         return tuple((one.data_ptr(), one.shape) for one in (*self._places(), *self._fixed.values()))
 
     # The stream as a whole.
@@ -355,7 +354,7 @@ class Index(ABC):
         return sum(one.nbytes for one in (self.key, self.value, self.time, *self._fixed.values()))
 
     def counters(self) -> dict[str, float]:
-        """Return the index's figures for the report."""
+        """Return the index's figures for the report, by name: `index_bytes` on the device, and those of subclasses."""
         return {"index_bytes": float(self.nbytes())}
 
     @abstractmethod
@@ -368,8 +367,8 @@ class Index(ABC):
 
 
 def unit_positions(positions: PositionIds, entries: Tensor, count: int, compact: bool) -> Tensor:
-    """Return positions [k * P] or [3, k * P] of the tokens of the units (frames) `entries` [k], ascending, out of `count`:
-    their own in the stream, or consecutive ones if `compact`."""
+    """Return the positions [k * P] or [3, k * P] of the tokens of the units (frames) `entries` [k], ascending, in a stream
+    of `count` units: their own, or consecutive ones from unit 0 on if `compact`."""
     if compact:
         return positions.by_range(0, len(entries))
     if len(entries) == count:
@@ -380,8 +379,8 @@ def unit_positions(positions: PositionIds, entries: Tensor, count: int, compact:
 def summary_positions(
     positions: PositionIds, time: Tensor, entries: Tensor, count: int, compact: bool, middle: int
 ) -> Tensor:
-    """Return positions [k] or [3, k] of summary tokens: those of token `middle` of the unit (frame) at the mean unit number
-    `time` [k]; if `compact`, of the retrieved unit (`entries`) next in time."""
+    """Return positions [k] or [3, k] for summary tokens: that of token `middle` of the unit (frame) nearest the mean unit
+    number `time` [k]; if `compact`, of the first retrieved unit (`entries`) not before that time."""
     if compact and len(entries) < count:
         numbers = torch.searchsorted(entries.to(time), time).clamp(max=len(entries) - 1)
     else:
@@ -392,8 +391,8 @@ def summary_positions(
 
 
 def compact_slots(units: Tensor, base: int, first: int, even: bool) -> Tensor:
-    """Return time slots [n], counted from the offset `base`, for units (frames) `units` [n], ascending, all below `first`.
-    Units before the base get slots close behind it, so that their order remains visible. All stay before the window."""
+    """Return time slots [n], counted from the offset `base`, for units (frames) `units` [n], ascending, before `first`, the
+    window's first. Units before `base` get slots close behind it, in order; all slots stay before the window."""
     rank = torch.arange(len(units), device=units.device)
     room = first - base - 1 - rank[-1]
     there = torch.maximum(units - base, rank) if even else rank + room

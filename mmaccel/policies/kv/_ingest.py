@@ -1,5 +1,5 @@
-"""Ingestion of a stored video by a windowed memory: its units (frames) see all earlier ones; all but the window leave at the
-end.
+"""Encodes a stored video into a windowed memory: each unit (frame) sees all earlier ones, and when the video has ended, only
+the last `window` units stay on the device.
 
 Letters: H query heads, G key/value heads, D head size, P tokens a unit, n columns of a pass. Keys are raw (before RoPE)
 unless said.
@@ -32,12 +32,12 @@ TOGETHER = 64  # units of all layers that are copied at a time beside what they 
 
 
 class Bases:
-    """Offsets that are subtracted from rotary positions in an endless stream, so that they stay within the model's limit
-    while a window is encoded.
+    """Offsets subtracted from the rotary positions of an endless stream, so that they stay within the model's limit.
 
-    Positions are the true ones up to the last unit (frame) that fits under the limit. From there on an offset is subtracted,
-    a multiple of `every`, the same for all chunks. It changes the distance to the prompt before the video, not distances
-    within the window. `reach` is the number of units at true positions; `spare` units before the window get positions too.
+    Up to the last unit (frame) that fits under the limit, positions are the true ones. From there on an offset is
+    subtracted, a multiple of `every`, the same however the stream is cut into chunks. It changes the distance to the prompt
+    before the video, not distances within the window. `reach` is the number of units at true positions. `spare` units before
+    the window get positions too.
     """
 
     def __init__(self, positions: PositionIds, window: int, spare: int = 0) -> None:
@@ -58,7 +58,7 @@ class Bases:
         return int(self._positions.unit_time_slot(max(0, unit - self.window)) // self.every * self.every)
 
     def count_same_base(self, unit: int, count: int) -> int:
-        """Return how many of `count` units (frames) from `unit` on have the same offset as it has."""
+        """Return how many of the `count` units (frames) from `unit` on have the same offset as `unit`."""
         if self._positions.has_even_rate:
             return min(count, self.base_of_unit(unit) + self.every + self.window - unit)
         base = self.base_of_unit(unit)
@@ -66,13 +66,13 @@ class Bases:
 
 
 class Ingested:
-    """Growing buffers of a stored video's keys and values while it is ingested: the prompt before the video, and the last
-    `units` units (frames), for each layer.
+    """Growing buffers, for each layer, of the keys and values of a stored video while it is encoded: the prompt before the
+    video, and the last `units` units (frames).
 
-    sides  keys and values [1, G, head + units * P, D] of each layer, which it may write to
+    sides  keys and values [1, G, head + units * P, D] of each layer, to start from; they may be overwritten
     unit   P
     most   units that fit in memory
-    taken  units ingested; `share`: the sum over them of the share of earlier units that each saw
+    taken  units encoded so far; `share`: the sum over them of the share of earlier units that each saw
     """
 
     def __init__(self, sides: Sequence[Pair], head: int, unit: int, most: int) -> None:
@@ -81,7 +81,7 @@ class Ingested:
         self.taken, self.share = 0, 0.0
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> Pair:
-        """Append keys and values [1, G, n, D] of a pass to a layer's buffers; return all of that layer."""
+        """Append keys and values [1, G, n, D] of a pass to a layer's buffers; return all keys and values of that layer."""
         used = self._head + self.units * self._unit
         end = used + key.shape[2]
         keys, values = (grow_buffer(side, 2, end, used=used) for side in self._sides[layer])
@@ -90,7 +90,7 @@ class Ingested:
         return keys[:, :, :end], values[:, :, :end]
 
     def kv_pair(self, layer: int, first: int, count: int) -> Pair:
-        """Return keys and values [1, G, count * P, D] of `count` units (frames) of a layer from `first` on, as views."""
+        """Return views [1, G, count * P, D] of a layer's keys and values of `count` units (frames) from `first` on."""
         begin = self._head + first * self._unit
         key, value = (side[:, :, begin : begin + count * self._unit] for side in self._sides[layer])
         return key, value
@@ -131,8 +131,8 @@ def layer_ranges(layers: int, units: int) -> list[range]:
 
 
 def unit_means(pairs: Sequence[Pair], side: int, tokens: int) -> Tensor:
-    """Return each unit (frame)'s mean key (`side` 0) or value (1) [L, n, G * D] float32; units have `tokens` tokens, `pairs`
-    [1, G, n * P, D] are all layers'."""
+    """Return the mean key (`side` 0) or value (`side` 1) of each unit (frame) at each layer, [L, n, G * D] float32, over its
+    `tokens` tokens; `pairs`: keys and values [1, G, n * P, D] of each layer."""
     made, sides = list[Tensor](), [pair[side] for pair in pairs]
     for layers in layer_ranges(len(sides), sides[0].shape[2] // tokens):
         rows = torch.cat(sides[layers.start : layers.stop]) if len(layers) > 1 else sides[layers.start]
@@ -141,7 +141,7 @@ def unit_means(pairs: Sequence[Pair], side: int, tokens: int) -> Tensor:
 
 
 def first_columns(old: Ring | None, fresh: Ring, cut: int) -> Pair:
-    """Return raw keys and values of the first `cut` columns of a window with `fresh` appended: views where possible."""
+    """Return raw keys and values of the first `cut` columns of the window `old` and then `fresh`; views where possible."""
     first = fresh if old is None else old
     if old is not None and old.key.shape[2] < cut:
         first = Ring(*(torch.cat(side, 2) for side in zip(old, fresh, strict=True)))
@@ -149,7 +149,7 @@ def first_columns(old: Ring | None, fresh: Ring, cut: int) -> Pair:
 
 
 def shift_window(old: Ring | None, fresh: Ring, cut: int) -> Ring:
-    """Return a window with `fresh` appended and without its first `cut` columns."""
+    """Return a copy of the window `old` followed by `fresh`, without its first `cut` columns."""
     parts, skip = [fresh] if old is None else [old, fresh], cut
     if parts[0].key.shape[2] < cut:
         skip -= parts.pop(0).key.shape[2]
@@ -159,11 +159,12 @@ def shift_window(old: Ring | None, fresh: Ring, cut: int) -> Ring:
 
 
 class IngestState(PassState):
-    """State of a windowed memory while frames arrive: the prompt before the video, and ring buffers of the window. During an
-    ingestion the earlier frames of the video replace the window.
+    """State of a windowed memory while frames arrive: the prompt before the video, and the units (frames) of the window.
+    While a stored video is ingested, all its earlier units replace the window.
 
-    Units of an ingestion see the head, what is retrieved for them, and all units before them since `begin_ingest` or in the
-    window then: at most `ingest` (None: what memory holds), and no more than have positions within the model's limit.
+    Units of an ingested video see that prompt, what is retrieved for them, and the units before them since `begin_ingest` or
+    in the window then: at most `ingest` units (None: what memory holds), and no more than the model's limit has positions
+    for.
     """
 
     def __init__(

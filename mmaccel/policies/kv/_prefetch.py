@@ -1,4 +1,4 @@
-"""`Prefetcher`: copies units (frames) from the host to the layer that needs them, ahead or on demand; `QueryPrediction`."""
+"""Copies units (frames) from the host to the layer that needs them, on demand or as `QueryPrediction` lets it predict."""
 
 from __future__ import annotations
 
@@ -36,25 +36,24 @@ class _Brought:
 
 
 class Prefetcher:
-    """Copies the units (frames) that each layer of a question retrieves to one buffer on the device, without a sync with the
-    host.
+    """Copies the units (frames) that each layer of a question retrieves into one buffer on the device; the host never waits.
 
-    Only the device knows which are wanted and where they are, as codes: slots of the store first, then units of three places
-    on the device, each numbered from where a slab of the store would begin. The places are the `window`; the cache, the
-    `room` units that each layer used last; and prefetched units. A place is a tensor [n, 2, G, P, D], laid out as the
-    store's slots are, allocated at its first write and never moved. It is written on the compute lane (CUDA stream) and read
-    on the copy lane; a writer waits for readers.
+    Only the device knows which units are wanted and where they are. A code says where a unit is: first come the store's
+    slots in host memory, then three buffers on the device, each numbered from where a slab of the store would begin: the
+    `window`; the cache, the `room` units that each layer used last; and prefetched units. A buffer is a tensor [n, 2, G, P,
+    D], like the store's slots, allocated at its first write and never moved. The compute queue (CUDA stream) writes it and
+    the copy queue reads it; a writer waits for readers.
 
-    A question calls `begin`; for each layer `location_codes` of its units and `predict_codes` for the next layer,
+    A question calls `begin`; then for each layer `location_codes` of its units, `predict_codes` for the next layer,
     `copy_units`, `prefetch`, and `cache_units`. `location_codes`, `predict_codes` and `cache_units` read tensors at fixed
-    addresses while `addresses` is unchanged, so that a CUDA graph can replay them. A wrong prediction is never seen,
-    and what it missed is copied before `copy_units` returns: results do not depend on it. All copies run in order on the
-    copy lane, so prefetched units are read before the next layer's replace them.
+    addresses while `addresses` is unchanged, so that a CUDA graph can replay them. `copy_units` also copies units that were
+    not predicted, so predictions change no result. All copies run in order on the copy queue, so prefetched units are read
+    before the next layer's replace them.
 
-    counts  entries needed; of these cached, covered (prefetched), missing; entries guessed; entries covered by
-            prefetches that had ended before the device waited for them ("in_time"); prefetches ("ahead");
-            by how many seconds those in time came early ("slack_seconds"), and for how many seconds the device waited
-            for prefetched entries ("waited_seconds") and for the rest ("waited_missing_seconds")
+    counts  entries (units) needed; of these cached, covered (prefetched), missing; entries guessed; entries covered by
+            prefetches that had ended before the device waited for them ("in_time"); prefetches ("ahead"); by how many
+            seconds those in time came early ("slack_seconds"), and for how many seconds the device waited for prefetched
+            entries ("waited_seconds") and for the rest ("waited_missing_seconds")
     """
 
     def __init__(self, store: HostStore, layers: int, window: int, room: int) -> None:
@@ -84,8 +83,7 @@ class Prefetcher:
         self._crossed: Tensor | None = None
 
     def uncached(self, window: int) -> Prefetcher:
-        """Return a prefetcher without cache and prediction, for a question that runs beside others; it shares the
-        counters."""
+        """Return a prefetcher without cache or prediction, for a question beside others; both add to the same counters."""
         self.update_counters()
         other = Prefetcher(self._store, len(self._tables), window, 0)
         other._counts, other._seconds = self._counts, self._seconds
@@ -94,7 +92,7 @@ class Prefetcher:
     # A question.
 
     def begin(self, first: int) -> None:
-        """Start a question: build the tables of where units (frames) are; those from `first` on are in the window."""
+        """Start a question: build the tables of where units (frames) are; those from number `first` on are in the window."""
         self._first, at = first, self._store.table.at
         begins, rows = self._begins(), self._store.table.slots_on_device()
         if at.gap != self._gap or (at.gap and at.old is not self._units):
@@ -121,7 +119,7 @@ class Prefetcher:
         table[:, -1].fill_(-1)
 
     def addresses(self) -> Hashable:
-        """Return addresses and shapes of what `location_codes` and the like use; while equal, CUDA graphs can replay."""
+        """Return addresses and shapes of tensors that `location_codes` and others read; CUDA graphs hold while equal."""
         read = self._known, self._tables, self._cached, self._old
         return self._gap, tuple((one.data_ptr(), one.shape) for one in read)
 
@@ -137,14 +135,14 @@ class Prefetcher:
         return self._tables[layer][self._rows(entries)]
 
     def predict_codes(self, layer: int, entries: Tensor) -> Tensor:
-        """Return the codes [n] that `prefetch` copies: of `entries` [n] (-1: none), those only on the host; -1 for others.
-        Afterwards `location_codes` says of these that they are where `prefetch` copies them."""
+        """Return codes [n] for `prefetch`: of predicted `entries` [n] (-1: none), those that only the host holds; -1 for
+        others. Afterwards `location_codes` says of these units that they are where `prefetch` copies them to."""
         return clusters.find_host_slots(
             self._tables[layer], self._rows(entries), self._known[:1], self._known[1:]
         )
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
-        """Start to copy the units (frames) that `predict_codes` predicted for a layer from the host."""
+        """Start to copy the units (frames) at the codes `wanted` [n] of `predict_codes` from the host, for `layer`."""
         if len(wanted) > self._sizes[AHEAD]:
             self._sizes[AHEAD], self._listed = len(wanted), None
             old = self._places.pop(AHEAD, None)
@@ -158,9 +156,9 @@ class Prefetcher:
     def copy_units(
         self, layer: int, entries: Tensor, code: Tensor | None, recalled: int, out: Tensor, window: Pair
     ) -> QueueMark | None:
-        """Copy keys and values of `entries` [n], by codes if the store is `can_gather`, to `out` [2, G, n * P, D]; return
-        the mark after which they are there (None: they are). `window` [1, G, n * P, D]: the window's keys and values. Only
-        the first `recalled` entries are counted."""
+        """Copy keys and values of the units `entries` [n] into `out` [2, G, n * P, D], by their codes [n] if the store
+        `can_gather`. `window`: keys and values [1, G, m * P, D] of the window. The counters count the first `recalled`
+        entries. Return the mark at which the copy is done, or None if it is."""
         tokens = self._store.shape.tokens
         if code is None:
             gone = [unit for unit in entries.tolist() if unit < self._first]
@@ -183,9 +181,8 @@ class Prefetcher:
         return ready
 
     def retrieve(self, layer: int, entries: Tensor, code: Tensor | None = None) -> Tensor:
-        """Return keys and values [2, G, n * P, D] of `entries` [n] outside the window, for a pass of the stream; after
-        `begin`. `code` [n]: their location codes, if the store is `can_gather`. They are not counted, and the cache stays
-        that of the last question."""
+        """Return keys and values [2, G, n * P, D] of units `entries` [n] outside the window, for a pass of the stream; call
+        `begin` first. `code` [n]: their location codes, if the store `can_gather`. Counters and cache do not change."""
         out = self._store.new_device_buffer(len(entries))
         if code is None:
             self._store.fetch(layer, entries.tolist(), out)
@@ -195,7 +192,8 @@ class Prefetcher:
         return out
 
     def cache_units(self, layer: int, entries: Tensor, rows: Tensor) -> None:
-        """Cache `entries` [k], ascending, with `rows` [2, G, k * P, D], in place of the former; of too many, the last."""
+        """Cache units `entries` [k], ascending, with keys and values `rows` [2, G, k * P, D], instead of the layer's former
+        ones; if there are too many, the last ones."""
         count, skip = min(self.room, len(entries)), max(0, len(entries) - self.room)
         if count:
             place = self._place(CACHE)[layer * self.room :][:count]
@@ -214,8 +212,7 @@ class Prefetcher:
         self._ahead.clear()
 
     def count_copies(self) -> None:
-        """Add what was copied to counters on the device. Call it before slots are added to the store, which changes what
-        codes mean."""
+        """Count the copied units in a counter on the device. Call it before the store gets slots, which renumbers codes."""
         crossing, self._crossing = self._crossing, []
         if crossing:
             code = torch.cat(crossing)
@@ -244,7 +241,7 @@ class Prefetcher:
         return {**{name: float(count) for name, count in self._counts.items()}, **self._seconds}
 
     def coverage(self) -> float:
-        """Return the share of units (frames) copied from the host, for layers after the first, that were prefetched."""
+        """Share of the units (frames) copied from the host, for layers after the first, that were copied ahead; 0 to 1."""
         return self._counts["covered"] / max(1, self._wanted_later)
 
     def nbytes(self) -> int:
@@ -310,14 +307,14 @@ class Prefetcher:
 
 
 class QueryPrediction:
-    """Predicts the next layer's query of a question from this layer's hidden states plus the mean change that the layer made
-    in the last question.
+    """Predicts the hidden states that enter the next layer from those that enter this one, by adding the mean change that
+    this layer made in the last question.
 
-    Questions share the template and the layers, so most of what a layer adds is alike. On both tiny models the predicted
-    query finds 84% of what the next layer retrieves, with a quarter more units (frames) asked for; that of unchanged states
-    68%.
+    Questions share the chat template, so most of what a layer adds is alike. On both tiny models the query made of predicted
+    states finds 84% of what the next layer retrieves, with a quarter more units (frames) prefetched; the query of unchanged
+    states finds 68%.
 
-    All tensors stay at fixed addresses on the device, so that `predict_hidden` can be replayed: known, seen [L, E] float32.
+    All tensors stay at fixed addresses on the device, so that a CUDA graph can replay `predict_hidden`.
     """
 
     def __init__(self, layers: int, hidden: int, device: torch.device) -> None:
@@ -338,11 +335,11 @@ class QueryPrediction:
         return clusters.predict_next_layer_input(rows[0], count, self._known[layer], self._before, seen)[None]
 
     def note_input(self, layer: int) -> None:
-        """Record that a layer's input was given to `predict_hidden`, directly or by a graph replay."""
+        """Record that the input of `layer` was given to `predict_hidden`, by a call or by a graph replay."""
         self._reached = layer if layer == self._reached + 1 else -1
 
     def end_question(self) -> None:
-        """End the question: the changes that its layers made predict the next question."""
+        """End the question: the changes that its layers made are those that the next question adds."""
         if self._reached > 0:
             self._known[: self._reached] = self._seen[: self._reached]
         self._reached = -1

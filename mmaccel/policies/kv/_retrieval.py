@@ -36,12 +36,12 @@ AHEAD = 1.25
 
 
 class ArchivedMemory(StreamMemory):
-    """A stream memory whose units that left the window are in `store`; `index` finds them, and `prefetcher` copies them.
+    """A stream memory whose units (frames) move to `store` on the host when they leave the window; `index` finds them again,
+    and `prefetcher` copies them back.
 
-    While the stream is encoded, each layer of a pass retrieves `encode_budget` units by the mean query of the pass, so that
-    units are encoded with earlier context (Mosaic VII-A). What is stored depends on the passes alone (a call of `watch` ends
-    a pass), not on questions, the cache or prefetching. This reads nothing back to the host and prefetches nothing: 8 frames
-    of a layer are copied in less than a hundredth of the time of a pass.
+    While the stream is encoded, each layer of a pass retrieves `encode_budget` units by the pass's mean query, so that units
+    are encoded with earlier context (Mosaic VII-A). What is stored depends on the passes alone (a call of `watch` ends one),
+    not on questions, cache or prefetching. The host does not wait, and nothing is prefetched: copying is cheap.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class ArchivedMemory(StreamMemory):
         self.replays.set_data_place((self.index.addresses(), table, fetched))
 
     def end_ingest(self) -> None:
-        """Prepare the search tables for the next question; numbers that the device already has are not sent again."""
+        """Prepare the search tables for the next question; only numbers that changed are sent to the device."""
         super().end_ingest()
         self.index.cluster_units()
         self.index.prepare(self._begin)

@@ -49,7 +49,7 @@ class HeldTokens(NamedTuple):
 class TokenPolicy(StreamPolicy):
     """The fields of a memory that keeps single tokens.
 
-    frames     budget of each layer, in frames' worth of tokens
+    frames     tokens that each layer keeps, as a number of frames: a frame's tokens times this
     positions  of kept tokens: "original" as long as the model's limit allows, then compact; or "compact" always
     """
 
@@ -67,11 +67,12 @@ class TokenPolicy(StreamPolicy):
 
 
 class TokenMemory(StreamMemory):
-    """The base of memories that keep single tokens; subclasses choose which (`_keep`) and what a question sees (`_pick`).
+    """The base of memories that keep single tokens. Subclasses choose which to keep (`_keep`) and which a question sees
+    (`_pick`).
 
     budget  tokens that a layer keeps at the end of a clip: a whole number of units (frames)
     clip    units of a clip
-    FACTS   name -> type of figures that a subclass keeps in `_facts`: saved, and restored with the stream
+    FACTS   name -> type of the figures in `_facts`, which are saved and restored with the stream
     """
 
     FACTS: ClassVar[dict[str, type]] = {}
@@ -297,9 +298,9 @@ class TokenMemory(StreamMemory):
 
 
 def attention_shares(query: Tensor, key: Tensor) -> Tensor:
-    """Return the share of attention [N] float32 that each of `key` [1, G, N, D] gets from `query` [1, H, n, D], the last n
-    columns.
+    """Return the share [N] float32 of all attention that each of the keys `key` [1, G, N, D] gets from the queries `query`
+    [1, H, n, D], which belong to the last n columns.
 
-    Both after RoPE; causal, mean over rows and heads.
+    Both are after RoPE. Attention is causal; the share is a mean over queries and heads, so that the sum is 1.
     """
     return attention(query[0], key[0]).mean(0)

@@ -84,8 +84,8 @@ UnitsOf = Callable[[int, Tensor], Tensor]  # of a layer's shares [n, N] of colum
 
 @dataclass(eq=False)
 class QuestionView:
-    """What a question sees at one layer: keys with RoPE and values, with spare room; `base` columns come before the
-    question, of which `seen` units (frames), after `summaries` summary tokens; `bias` is that of `KVView`."""
+    """What a question sees at one layer: keys (after RoPE) and values, with spare room. The first `base` columns come before
+    the question: among them `summaries` summary tokens, then `seen` units (frames). `bias` is that of `KVView`."""
 
     key: Tensor
     value: Tensor
@@ -124,9 +124,9 @@ class Rope:
 class PassState(StreamState):
     """Base of all stream memories of keys and values: the current forward pass, and the numbers of columns.
 
-    A stream has `_headed` columns of the prompt before the video, `_count` units (frames), and in a question `_extra`
-    columns of it and its answer, after `_pending` rows of units not yet in the memory; the last pass appended `_last` of
-    them.
+    A stream has `_headed` columns of the prompt before the video and `_count` units (frames). In a question follow
+    `_pending` rows of incomplete units, and `_extra` columns of the question and its answer; the last pass appended `_last`
+    of these.
     """
 
     def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
@@ -300,9 +300,9 @@ class _Row(NamedTuple):
 
 
 class QuestionRows:
-    """The queries of a question's rows at each layer, from its first word on, kept to compute evidence after the question.
+    """Keeps the queries of a question's rows at each layer, from its first word on, to compute evidence after the question.
 
-    Before `shares` is called, it only copies queries, whose buffers the next question overwrites.
+    Until `shares` is called it only copies queries, because the next question overwrites their buffers.
     """
 
     def __init__(self) -> None:
@@ -316,8 +316,8 @@ class QuestionRows:
         self._listed, self._kept = 0, stream_pass.weigh
 
     def record_queries(self, layer: int, query: Tensor, slot: CacheSlot, turned: bool) -> None:
-        """Record queries [1, H, n, D] of all its rows at a layer, and their cache slot; those without RoPE (not `turned`)
-        are copied by `copy_queries`. They are kept only if evidence will be asked for."""
+        """Record queries [1, H, n, D] of all rows of the pass at a layer, and their cache slot. Those without RoPE (not
+        `turned`) are copied later, by `copy_queries`. Does nothing if no evidence will be asked for."""
         if not self._kept:
             return
         own = query[0, :, self._first :]
@@ -325,7 +325,7 @@ class QuestionRows:
         self._rows[layer] = _Row(own.clone() if turned else own, slot, turned)
 
     def note_shown_columns(self, layer: int, columns: Tensor) -> None:
-        """Record that of the columns before the question, `layer` showed only `columns` [k]."""
+        """Record that `layer` showed the question only the `columns` [k] of those before it; the others get no weight."""
         if (row := self._rows.get(layer)) is not None:
             bias = row.slot.key.new_full((row.slot.column,), -torch.inf, dtype=torch.float32)
             bias[columns] = 0.0
@@ -352,12 +352,13 @@ class QuestionRows:
 
     @torch.no_grad()
     def shares(self, rope: Rope, head: int, units_of: UnitsOf, pause: Callable[[], None]) -> Tensor | None:
-        """Return [U]: each unit's (frame's) share of all that reaches the last row, which predicts the first token; or None.
+        """Return [U]: each unit's (frame's) share, sum 1, in the question's last row, which predicts the first token; or
+        None.
 
         Attention rollout (Abnar and Zuidema, 2020): after each layer a row consists of its own former part, of what it gets
         from units, and of what it gets from earlier rows. Its own part is such that `OWN` of it remains after all layers.
-        `units_of(layer, shares [n, N])` returns [n, U]: the shares of columns summed by unit. Rows with sparse attention are
-        left out; if all are, the result is None.
+        `units_of(layer, shares [n, N])` returns [n, U], columns' shares summed by unit. Rows with sparse attention are left
+        out; if all are, the result is None.
         """
         first = max(self._first, self._listed)
         if not self._rows or first >= self._count:
@@ -384,10 +385,10 @@ class QuestionRows:
 
 
 def to_evidence(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[int, UnitEvidence]:
-    """Compute the evidence of an answer, unit (frame) -> `UnitEvidence`, from what each layer attended to and each unit's
-    share `reached` [count] in the answer.
+    """Return the evidence of an answer, unit (frame) -> `UnitEvidence`. `looks`: layer -> (numbers of the units it
+    retrieved, first local unit); `count`: units in all; `reached` [count]: each unit's share in the answer, or None.
 
-    Also has units that no layer attended to, if they have more than an even share, through their summary tokens.
+    Includes units that no layer attended to if, through summary tokens, their share is more than an even one.
     """
     layers = len(looks)
     recalled = Counter(number for chosen, _ in looks.values() for number in chosen.tolist())

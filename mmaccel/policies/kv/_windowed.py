@@ -20,18 +20,16 @@ from mmaccel.policies.kv._window import Look, Pair, QuestionRows, QuestionView, 
 
 
 class StreamMemory(IngestState):
-    """The base of windowed memories; subclasses archive what leaves the window and choose what a question retrieves.
+    """The base of memories with a local window; subclasses archive units that leave it and choose what a question retrieves.
 
     New units (frames) see only the prompt before the video (head) and the last ``window * P`` columns, theirs included,
     however the stream is cut. Keys have the units' own positions, minus a base (see `Bases`). A question sees [head |
     retrieved units in order of time | local units | question and answer], at compact or original positions, gathered once
-    per layer and kept for the answer.
+    per layer and kept for the answer. A stored video is encoded as in `IngestState`.
 
-    A stored video is ingested as in `IngestState`, and all but the window leaves when it has ended.
-
-    window, local, ingest: units. Subclasses override `_gone` (units leave the window), `_recall` and `_bring` (a question),
-    `_rewind`, `_save` and `_load`, or replace `_gather`, which makes what a question sees. The numbers of retrieved units
-    stay on the device; the host knows how many there are.
+    window, local, ingest: units. Subclasses override `_gone` (called when units leave the window), `_recall` (which units a
+    question retrieves), `_bring` (copy their keys and values), `_rewind`, `_save` and `_load`; or replace `_gather`, which
+    builds what a question sees. Only the device knows which units are retrieved; the host knows how many.
     """
 
     recalls_alike = True

@@ -214,11 +214,10 @@ class FullState(PerLayerKVState):
 
 
 class FullAttentionStream(PassState):
-    """Base of stream memories in which every query sees every earlier column, as in the plain model, however the stream is
-    cut.
+    """Base of stream memories in which every query sees every earlier column, as in the plain model, in passes of any size.
 
-    Subclasses store keys after RoPE, and values: `_show` adds those of a pass and returns all, `_cut` drops the last, and
-    `_keep_path` keeps some of them.
+    Subclasses store keys after RoPE, and values: `_show` stores those of a pass and returns all, `_cut` drops the last ones,
+    and `_keep_path` keeps only the accepted path of a tree of drafted tokens.
     """
 
     recalls_alike = parts = True
@@ -296,7 +295,7 @@ class FullAttentionStream(PassState):
 
 
 class FullStream(FullAttentionStream):
-    """The stream memory of `full`: all keys (after RoPE) and values, in the buffers of a `FullState`."""
+    """The stream memory of `full`: all keys (after RoPE) and values, in the buffers of a `FullState`; nothing is dropped."""
 
     def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
         super().__init__(stream, geometry, model, device)

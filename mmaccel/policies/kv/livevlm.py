@@ -1,4 +1,4 @@
-"""The `livevlm` memory: compresses past frames by recent frames' attention; a question retrieves pages of tokens."""
+"""The `livevlm` memory: keeps the past tokens that recent frames attend to; a question retrieves pages (groups) of them."""
 
 from __future__ import annotations
 
@@ -132,9 +132,9 @@ def choose_tokens_across_stream(
     """Choose `budget` tokens of the N with `score` [N] so that all of the stream is represented; return their indices,
     ascending.
 
-    `where` [N] long: the stretch of the stream that each token is in; N >= budget. The first ``scatter * budget`` by score
-    are kept. Of the rest, by score, those whose stretch has room: `room` tokens in each. The remainder is filled by score
-    alone. Of equal scores the older token goes first.
+    `where` [N] long: number of the stretch of the stream that each token is in; N >= budget. First the ``scatter * budget``
+    best by score are taken. Then, by score, tokens of stretches in which less than `room` were taken. The rest is filled by
+    score alone. Of equal scores the older token goes first.
     """
     order = torch.sort(score, descending=True, stable=True).indices
     place = where[order]

@@ -30,14 +30,14 @@ class NoCache(StreamPolicy):
     """Keep frames on the host; for a question take `frames` of them, evenly spaced over all so far, and run the plain model.
 
     The time to the first token includes the vision tower and the whole prompt. The plain baseline of the papers on streams.
-    Up to `kept` frames all are stored, and the choice is evenly spaced with both ends, rounded down; then every second one
-    is dropped, and of new ones every second is stored, and so on, so that the choice is made among at least ``kept / 2``
-    evenly spaced ones.
+    Up to `kept` frames all are stored. Then every second stored frame is dropped, and of new frames every second is stored;
+    at `kept` again every fourth, and so on. A question's frames are evenly spaced among at least ``kept / 2`` stored ones,
+    both ends included, rounded down.
 
-    As the memory of a draft whose pruner reads attention, it does not space frames evenly: it takes the stored frames that
-    the target's question attended to most. The draft model then runs only when a question is asked, on those frames.
+    As the memory of a draft whose pruner reads attention, it takes the stored frames that the target's question attended to
+    most instead. The draft model then runs only when a question is asked, on those frames.
 
-    frames  run for a question
+    frames  frames run for a question
     kept    most frames on the host; at least twice `frames`
     """
 

@@ -55,7 +55,7 @@ class StreamMem(TokenPolicy):
 
 
 class StreamMemState(TokenMemory):
-    """The stream memory of `streammem`: tokens are selected anew after each clip, by the attention of the first proxy pass.
+    """The stream memory of `streammem`: selects tokens anew after each clip, by the attention of the template's words.
 
     chosen, whole       number of units at the last selection; number of the first unit that has lost no token yet
     merged, prototypes  how many units were merged with another; how many tokens are prototypes, as a mean over layers

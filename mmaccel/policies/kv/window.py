@@ -74,7 +74,7 @@ class _Held:
 
 
 class WindowState(PerLayerKVState):
-    """The KV cache of `window`: exactly sized tensors for each layer, concatenated anew by `append`, which evicts
+    """The KV cache of `window`: exactly sized tensors for each layer; each `append` makes them anew, without evicted
     columns."""
 
     def __init__(self, layers: int, sinks: int, window: int, margin: int) -> None:
@@ -109,7 +109,7 @@ class WindowState(PerLayerKVState):
 
     @contextmanager
     def question_scope(self) -> Iterator[None]:
-        """Return a context for the passes of a question of any length: they evict no column that its first token can see."""
+        """Context for the passes of a question of any length, which evict no column that its first token can see."""
         before = self._pinned
         self._pinned = self.length() if before is None else before
         try:

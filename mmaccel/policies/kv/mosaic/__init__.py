@@ -1,6 +1,6 @@
 """The `mosaic` memory: retrieves clusters of frames with similar visual features and keys; and its index `clusters`.
 
-Other memories can use the index. Letters as in `_index` and `ClusterTable`; V places for visual clusters.
+Other memories can use the index. Letters as in `_index` and `ClusterTable`; V ids of visual clusters.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ COUNTED += ("flushed", "resolved", "scenes", "cuts")
 
 class ClusterIndex(Index):
     """The index of clusters nested in visual clusters. Before the first clustering every unit (frame) counts as a cluster,
-    without summary.
+    without a summary token.
 
-    visual_key [L, V, d] is the mean key of a visual cluster, which the first search stage compares with queries; or, with
-    first_stage "look", visual_look [V, E] the mean visual feature, compared with that of a pass or of a question's words.
+    visual_key [L, V, d] is the mean key of each visual cluster, which the first search stage compares with queries; or, with
+    first_stage "look", visual_look [V, E] is its mean visual feature, compared with that of a pass or a question's words.
     """
 
     def __init__(self, policy: Clusters, stream: Stream, geometry: Geometry, *rest: Any) -> None:
@@ -73,8 +73,8 @@ class ClusterIndex(Index):
     @torch.inference_mode(False)
     @torch.no_grad()
     def cluster_units(self, keep: int = 0) -> None:
-        """Cluster all units (frames) that have reached the host but those of the last `keep` passes. The search tables on
-        the device are updated if they lie far behind, or `keep` is 0."""
+        """Cluster all units (frames) that have reached the host, except those of the last `keep` passes. The search tables
+        on the device are updated if they lack more than `BEHIND` units, or, with `keep` 0, any."""
         if self.tree.has_unclustered:
             self.tree.insert(self._window)
         while self.tree.means.waiting_passes > keep:

@@ -1,6 +1,6 @@
 """`ClusterTable`: the clusters of one level (visual, or semantic for each layer) as tensors, with statistics and members.
 
-Letters: L layers, C places for clusters, M places for the units (frames) of a cluster, N units, d size of a unit's vector. A
+Letters: L layers, C cluster ids (used or free), M most members of a cluster, N units (frames), d size of a unit's vector. A
 cluster is a pair (layer, id); an id of size 0 is free. Statistics: c centroid [..., d], s2 population variance [...] (the
 mean squared distance to c), n size [...]. For points of unit length s2 = 1 - |c|^2.
 """
@@ -29,7 +29,7 @@ FILL = {"members": -1, "owner": -1, "parent": -1, "home": -1}
 
 def centroid_variance_size(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return centroid c [..., d], variance s2 [...] (mean squared distance to c) and size n [...] of those points `x` [...,
-    m, d] that are `present` [..., m]; zeros for none."""
+    m, d] that are `present` [..., m] (bool); zeros where no point is."""
     n = present.sum(-1)
     weight = present.to(x.dtype)[..., None]
     some = n.clamp_min(1).to(x.dtype)
@@ -39,8 +39,8 @@ def centroid_variance_size(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def welford(c: Array, s2: Array, n: Array, u: Array) -> tuple[Array, Array]:
-    """Return centroid and variance of a cluster (c, s2, n) after a point `u` [..., d] has joined it: Mosaic's equations 3
-    and 4, by Welford's update."""
+    """Return centroid and variance of a cluster (c, s2, n) after the point `u` [..., d] joined it (Mosaic, equations 3,
+    4)."""
     size = n.astype(c.dtype)
     away = u - c
     new = c + away / (size + 1)[..., None]
@@ -61,8 +61,7 @@ def merged(
 
 
 def pooled_variance(s2_a: Tensor, n_a: Tensor, s2_b: Tensor, n_b: Tensor) -> Tensor:
-    """Return the pooled variance of the two parts of a split, given the variance and size of each: what remains within the
-    parts."""
+    """Return the variance that remains within the two parts of a split (pooled), given variance and size of each part."""
     a, b = n_a.to(s2_a.dtype), n_b.to(s2_a.dtype)
     return (a * s2_a + b * s2_b) / (a + b).clamp_min(torch.finfo(s2_a.dtype).tiny)
 
@@ -106,12 +105,12 @@ class ClusterTable:
         return (self.size > 0).sum(1)
 
     def reserve_units(self, units: int) -> None:
-        """Enlarge the table so that it has room for `units` units (frames)."""
+        """Enlarge the table so that units (frames) 0 .. `units` - 1 can be assigned to clusters."""
         self.owner = grow_buffer(self.owner, 1, units, fill=-1, share=1.0)
         self._units = max(self._units, units)
 
     def allocate_ids(self, layer: Tensor, parent: Tensor) -> Tensor:
-        """Allocate new cluster ids [b], one for each of `layer` [b], under `parent` [b]: the lowest free ones."""
+        """Allocate new cluster ids [b], the lowest free ones, in the layers `layer` [b]; their parents are `parent` [b]."""
         ids = []
         for at in layer.tolist():
             if self._free[at]:
@@ -131,7 +130,8 @@ class ClusterTable:
         return new
 
     def add(self, layer: Array, cluster: Array, unit: int, centroid: Array, variance: Array) -> None:
-        """Add unit (frame) `unit` to `cluster` [b] at `layer` [b] (each layer once), with the given new statistics."""
+        """Add unit (frame) `unit` to the clusters (layer [b], cluster [b]), at most one in each layer, with their new
+        statistics."""
         self._note(layer, cluster)
         at, sizes = (layer, cluster), self.size.numpy()
         size = sizes[at]
@@ -273,12 +273,13 @@ class ClusterTable:
         self._count_ids()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the table to save, by name."""
+        """Return the table's tensors, by name, as they are saved."""
         rows = {name: getattr(self, name)[:, : self.used].contiguous() for name in ROWS}
         return {**rows, "owner": self.owner[:, : self._units].contiguous()}
 
     def saved_shapes(self, units: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shapes and types of saved `tensors` of `units` units (frames); -1: any number of clusters or members."""
+        """Return name -> (shape, type) of saved `tensors` of `units` units (frames); -1: any number of clusters or
+        members."""
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"owner": ((self.layers, units), torch.long)}
         for name in ROWS:
             row: Tensor = getattr(self, name)
@@ -350,10 +351,10 @@ class ClusterTable:
 
 
 class NearestCluster:
-    """Finds the nearest cluster for points `x` [n, d], one after another, by the cosine with the centroids of one level of
-    one layer.
+    """Finds the nearest cluster (largest cosine of centroid and point) for points `x` [n, d], one after another, at one
+    layer.
 
-    All cosines are computed at the start, in one product; for each point those with clusters changed since are renewed.
+    All cosines are computed at the start, in one product; those with clusters that changed since are computed again.
     """
 
     def __init__(self, level: ClusterTable, x: Tensor) -> None:
@@ -366,7 +367,7 @@ class NearestCluster:
         self._cosine = cosine.masked_fill(level.size[0, used] == 0, -torch.inf).numpy()
 
     def nearest(self, row: int) -> int:
-        """Return the cluster with the largest cosine with point `row`; of equal ones the lowest."""
+        """Return the id of the cluster with the largest cosine with point `row` of `x`; of equal ones the lowest id."""
         cosine, more = self._cosine[row], self._level.used - self._cosine.shape[1]
         if more:
             cosine = np.pad(cosine, (0, more), constant_values=-np.inf)

@@ -31,8 +31,7 @@ TOGETHER = 16
 
 
 class ClusterHierarchy:
-    """A stream's visual and semantic clusters. Letters as in `ClusterTable` and `UnitMeans`; the visual level has one
-    layer."""
+    """A stream's visual and semantic clusters. Letters as in `ClusterTable` and `UnitMeans`; L = 1 for visual ones."""
 
     def __init__(self, rules: Rules, means: UnitMeans) -> None:
         self.rules, self.means, self.layers = rules, means, means.keys.shape[1]
@@ -86,7 +85,7 @@ class ClusterHierarchy:
         level.lazy &= owed
 
     def save(self, folder: Path, more: dict[str, Any]) -> None:
-        """Write clusters and unit (frame) means into `folder`, with the facts `more`, such as which units are absent."""
+        """Write clusters and unit means into `folder`, with facts `more` (JSON-ready), such as which units are absent."""
         means = self.means
         kept = {"look": means.visuals, "key": means.keys, "value": means.values}
         if means.centre is not None:
@@ -100,7 +99,7 @@ class ClusterHierarchy:
         checkpoint_io.write_json(folder / "clusters.json", told)
 
     def load(self, folder: Path, units: int) -> list[int]:
-        """Read what `save` wrote of a stream of `units` frames; return the absent ones. Raises `ModelError` if it fails."""
+        """Read what `save` wrote of a stream of `units` units; return the absent ones. Raises `ModelError` if it fails."""
         means, rules = self.means, self.rules
         facts = checkpoint_io.read_json(folder / "clusters.json", FACTS)
         if facts["units"] != units or len(facts["buffer"]) != self.layers:
@@ -134,7 +133,7 @@ class ClusterHierarchy:
 
     @property
     def has_clusters(self) -> bool:
-        """Whether there are clusters yet; before, units (frames) are only counted."""
+        """Whether clusters exist. Before the first clustering the hierarchy only collects the means of units (frames)."""
         return bool(self.bounds)
 
     def levels(self) -> dict[str, ClusterTable]:
@@ -143,12 +142,12 @@ class ClusterHierarchy:
 
     @property
     def has_unclustered(self) -> bool:
-        """Whether there are units (frames) that have means and no cluster."""
+        """Whether there are units (frames) whose means have arrived and which no cluster holds."""
         return self.has_clusters and self.units < self.means.units
 
     @single_cpu_thread()
     def insert(self, window: int, retrieved: Tensor | None = None, most: int | None = None) -> None:
-        """Assign the units (frames) that have means and no cluster to clusters, in order.
+        """Assign the units (frames) whose means have arrived and which no cluster holds to clusters, in order.
 
         window   how many of the newest units count as held on the device, counted back from each unit that is assigned
         retrieved  [L, n] older units that are on the device too

@@ -196,7 +196,7 @@ class UnitMeans:
     @torch.inference_mode(False)
     @torch.no_grad()
     def start_copy(self, tokens: int, look: Tensor, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
-        """Start copying the means of new units, of `tokens` tokens each, to the host; other arguments: `Index.add_units`."""
+        """Start to copy the means of a pass's new units, of `tokens` tokens each, to the host. See `Index.add_units`."""
         # [L, n, G * D] to [n, L, G * D].
         kind = pairs[0][0].dtype
         key, value = (
@@ -211,7 +211,7 @@ class UnitMeans:
 
     @property
     def waiting_passes(self) -> int:
-        """Number of passes whose unit (frame) means were sent to the host (`start_copy`) and are not added yet."""
+        """Number of passes whose unit (frame) means are on their way to the host, from `start_copy` until they are added."""
         return len(self._inbox)
 
     @property
@@ -223,7 +223,7 @@ class UnitMeans:
         return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
     def add_oldest_waiting_pass(self) -> Tensor | None:
-        """Wait for the means of the oldest waiting pass and add them; return units (frames) [L, k] it retrieved, if any."""
+        """Wait for the oldest waiting pass's means and add them; return the older units [L, k] it retrieved, or None."""
         (look, key, value, *rest), event = self._inbox.popleft()
         if event is not None:
             event.synchronize()

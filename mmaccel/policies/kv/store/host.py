@@ -173,12 +173,12 @@ class HostStore:
         return target[0], target[1]
 
     def gather(self, slot: Tensor, out: Tensor, places: Sequence[Tensor] = ()) -> tuple[QueueMark, QueueMark]:
-        """Copy units (frames) from host memory to `out` [2, G, n * P, D] or [2, G, n, P, D], by one launch. `slot` [n],
-        on the device, made on the compute queue: where each unit is; -1 gives zeros. Returns `QueueMark`s before and after
-        the copy. The caller passes the number of units copied to `count_copied`.
+        """Copy n units (frames) to `out` [2, G, n * P, D] or [2, G, n, P, D], by one launch. `slot` [n], on the device, made
+        on the compute queue: the slot of each; -1 gives zeros. Returns the `QueueMark`s before and after the copy. The
+        caller passes the number of units copied from the host to `count_copied`.
 
-        places  tensors [m, 2, G, P, D] on the device that may be read too: their slots follow the host's, each tensor's
-                from the next multiple of a slab's size; pass the same sequence object for the same tensors
+        places  tensors [m, 2, G, P, D] on the device that may be read too: their slots follow the host's, each tensor's from
+                the next multiple of a slab's size; pass the same sequence object for the same tensors
         """
         self._open()
         made, began = self._begin(slot)
@@ -208,7 +208,7 @@ class HostStore:
 
     @property
     def slot_count(self) -> int:
-        """Number of slots in host memory. Slots of files, and of the `places` of `gather`, are numbered from here on."""
+        """Number of slots in host memory. Slots of files, or of the `places` of `gather`, have numbers from this one on."""
         return self.slabs.in_memory * self.slabs.per
 
     def new_device_buffer(self, units: int) -> Tensor:

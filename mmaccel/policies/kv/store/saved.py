@@ -29,7 +29,7 @@ FILE_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class SavedUnitsFile:
-    """A file that was written: the `units` (frames) of a layer in it, their checksum, and its size."""
+    """A file of a saved store: the `units` (frames) of one layer that it holds, its checksum, and its size in bytes."""
 
     units: list[int]
     path: Path

@@ -1,4 +1,4 @@
-"""Host memory for frames: slabs (pinned memory, or memory-mapped files), their slots, and CUDA streams that copy."""
+"""Host memory for a stream's units: slabs (blocks of pinned memory, or memory-mapped files), slots, and copy queues."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class UnitShape:
 
 
 class Slabs:
-    """Host memory in slabs of `per` slots, each for one unit (frame) of one layer; slot s is entry ``s % per`` of slab ``s
-    // per``.
+    """Host memory in slabs (large blocks) of `per` slots, each for one unit (frame) of one layer; slot s is entry ``s %
+    per`` of slab ``s // per``.
 
     Memory is allocated slab by slab: at most `cap` bytes, at most `together` bytes with the process's other stores, and so
     that `SPARE` bytes of the host's memory stay free. Pinned memory is allocated one slab ahead of need. With `disk`, slabs
@@ -174,7 +174,7 @@ class Slabs:
         self._remove()
 
     def full_store_message(self, slots: int | None = None) -> str:
-        """Return why no slab can be added, and the fix; `slots`: how many a pass needs at least."""
+        """Return the error message of a full store: why no slab can be added, and the fix. `slots`: a pass needs so many."""
         mend, need = "spill to disk (spill='disk'), drop frames (spill='drop_oldest')", ""
         if slots is not None:
             need = f" and a pass needs at least {slots * self._shape.nbytes}"
@@ -267,8 +267,8 @@ def _remove(files: list[Path], folders: list[Path]) -> None:
 
 
 class SlotTable:
-    """The slot of each unit (frame) in each layer: `slot` [L, rows] on the host, -1 for none; `at` maps a unit to its row;
-    `free` is a heap of free slots. When rows run out, those of units that no layer holds are reused."""
+    """Which slot holds each unit (frame) in each layer: `slot` [L, rows] on the host, -1 for none. `at` maps a unit to its
+    row; `free` is a heap of free slots. When rows run out, rows of units that no layer holds are reused."""
 
     @torch.inference_mode(False)
     def __init__(self, layers: int, device: torch.device) -> None:

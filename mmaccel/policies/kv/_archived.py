@@ -49,7 +49,7 @@ class FormerField:
 
 
 def replace_field(who: str, given: dict[str, Any], old: str, value: Any, new: str) -> None:
-    """Replace the former field `old` by `new`, set to `value`, with a warning; raises `RecipeError` if both are given and
+    """Replace the former field `old` by `new` = `value`, with a warning; `RecipeError` if `given` has both and they
     disagree."""
     if new in given and given[new] != value:
         raise RecipeError(f"{who}: {old} means {new}: {value}, and {new} is given; leave the former out.")

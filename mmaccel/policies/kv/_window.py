@@ -352,8 +352,7 @@ class QuestionRows:
 
     @torch.no_grad()
     def shares(self, rope: Rope, head: int, units_of: UnitsOf, pause: Callable[[], None]) -> Tensor | None:
-        """Return [U]: each unit's (frame's) share, sum 1, in the question's last row, which predicts the first token; or
-        None.
+        """Return [U]: each unit's (frame's) share, sum 1, in the question's last row, which predicts the first token.
 
         Attention rollout (Abnar and Zuidema, 2020): after each layer a row consists of its own former part, of what it gets
         from units, and of what it gets from earlier rows. Its own part is such that `OWN` of it remains after all layers.

@@ -1,4 +1,5 @@
-"""The `attention` pruner (SpecVLM): a draft keeps what the target's question attends to, and an even sample of the rest."""
+"""The `attention` pruner (SpecVLM): a draft keeps what the target's question attends to most, and some of the rest,
+evenly."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from mmaccel.core.registry import SHARE, limited, register
 @register("prune", "attention")
 @dataclass(frozen=True, kw_only=True)
 class AttentionPrune(FixedRetentionPruner):
-    """Keep the visual tokens that the target's question attends to, then fill up evenly.
+    """Keep the visual tokens that the target's question attends to most, then fill up evenly.
 
     A token's score is the attention it gets from the text after the last image or video, a mean over these rows, heads and
-    layers. A question before the video counts through these rows, which have read it. First the tokens with the
-    highest scores are taken until they hold `mass` of the total, at most the quota; the rest of the quota is spread evenly
-    over the other tokens, in order. After SpecVLM (arXiv 2508.16201); its even sample takes the ends of the video first,
-    ours the middles of equal stretches, and LLaVA's newline is always kept.
+    layers. A question that precedes the video counts too, because these rows have attended to it. The tokens with the
+    highest scores are taken first, until they hold `mass` of the sum of all scores or the quota is full; the rest of the
+    quota is spread evenly over the other tokens, in order. After SpecVLM (arXiv 2508.16201), whose even sample takes the
+    ends of the video first; ours takes the middles of equal stretches, and LLaVA's newline is always kept.
 
-    retention  share of the visual tokens that is kept, rounded down
-    mass       share of the attention that the first, guided part holds; 1 uses attention alone
+    retention  share of the visual tokens that is kept, rounded down (the quota)
+    mass       share of the sum of scores that the tokens of the highest scores hold; 1: no even sample
     variation  score by the last layer's attention minus the first layer's (ParallelVLM's ablation, Figure 9)
     """
 

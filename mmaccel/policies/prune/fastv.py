@@ -19,8 +19,8 @@ class FastV(ScorePruner):
     """Before layer `layer` of the target, rank the visual tokens by the attention that the last token of the prompt paid
     them in the layer before, a mean over heads, and keep the best `retention` of them. Earlier layers keep all.
 
-    Lossy. After Chen et al. (arXiv 2403.06764): K is `layer`, R is 1 - `retention`; kept tokens keep their positions. A
-    share r on average over a depth L needs retention = (r L - layer) / (L - layer): see `averaging`.
+    Lossy. After Chen et al. (arXiv 2403.06764): K is `layer`, R is 1 - `retention`; kept tokens keep their positions. To
+    keep a share r on average over all L layers, set retention = (r L - layer) / (L - layer), as `averaging` does.
     """
 
     stage: ClassVar = "layer"
@@ -34,7 +34,7 @@ class FastV(ScorePruner):
 
     @classmethod
     def averaging(cls, share: float, depth: int, layer: int = 2) -> FastV:
-        """Create a FastV that keeps `share` of the visual tokens on average over `depth` layers; may raise `RecipeError`."""
+        """Return a FastV that keeps `share` of the visual tokens, averaged over `depth` layers; may raise `RecipeError`."""
         rest = (share * depth - layer) / (depth - layer)
         if not 0 <= rest <= 1:
             raise RecipeError(

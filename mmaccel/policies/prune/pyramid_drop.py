@@ -16,7 +16,7 @@ from mmaccel.core.registry import register
 @register("prune", "pyramid_drop")
 @dataclass(frozen=True, kw_only=True)
 class PyramidDrop(ScorePruner):
-    """At each stage keep the share `retention` of what the stage before kept, by the attention of the prompt's last token.
+    """At each stage keep the share `retention` of the visual tokens left, by the prompt's last token's attention to them.
 
     The attention is that of the layer about to run, a mean over heads, computed for that one row. Counts are shares of the
     whole prompt's visual tokens (a half, a quarter, an eighth), each rounded down, so that rounding does not accumulate.

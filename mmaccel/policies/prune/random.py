@@ -16,7 +16,7 @@ from mmaccel.core.registry import register
 @register("prune", "random")
 @dataclass(frozen=True, kw_only=True)
 class RandomPrune(ScorePruner):
-    """Keep a random share of the visual tokens, drawn without replacement from a generator seeded by `seed`.
+    """Keep a random share `retention` of the visual tokens, drawn without replacement from a generator seeded by `seed`.
 
     The draw is made on the host, so that every device and process keeps the same tokens. Baseline of ParallelVLM (Figure 7).
     """

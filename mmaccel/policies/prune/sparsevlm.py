@@ -31,16 +31,16 @@ LAYERS, DEPTH = (2, 6, 15), 32
 @register("prune", "sparsevlm")
 @dataclass(frozen=True, kw_only=True)
 class SparseVLM(TokenPruner):
-    """Rows of text (raters) score the visual tokens after three layers; the best are kept, better ones of the rest are
+    """Chosen text tokens (raters) score the visual tokens after three layers; the best stay, better ones of the rest are
     merged.
 
     Raters are chosen once, from the input embeddings: for each visual token a softmax of its products with the tokens of the
     text after the last image or video, averaged over the visual tokens; a rater is a token above the mean. A visual token's
-    score is the attention the raters pay it in the layer just run, a mean over heads and raters. Words before the visual
-    tokens cannot attend to them; if the question is there, all rows after them, which have read it, are raters. The count
-    left by a stage is a share of the whole prompt's visual tokens, rounded down. Of the best `recycle` of the dropped, t
-    tokens, t // 10 + 1 cluster centres are found by density peaks over the `neighbours` nearest (states scaled by the root
-    of their size); each cluster becomes the mean of its members, at the position of its centre, in addition to the count.
+    score is the attention that the raters pay it in the layer just run, a mean over heads and raters. Words before the
+    visual tokens cannot attend to them; if the question is there, all rows after them, which have read it, are raters. A
+    stage keeps a share of the whole prompt's visual tokens, rounded down. Of the best `recycle` of the dropped, t tokens, t
+    // 10 + 1 cluster centres are found by density peaks over the `neighbours` nearest (states scaled by the root of their
+    size); each cluster becomes the mean of its members, at the position of its centre, beside the kept tokens.
 
     Lossy. After Zhang et al. (arXiv 2410.04417), first version; its layers 2, 6 and 15 of 32 and its counts of 300, 200 and
     110 of 576 tokens are the defaults. Not implemented: the rank test that skips a stage, the noise against equal densities

@@ -1,4 +1,5 @@
-"""The `visionzip` pruner: keeps tokens of each frame that its vision tower attends to, and merges the rest into a few."""
+"""The `visionzip` pruner: keeps those tokens of a frame that its vision tower attends to most; merges the rest into a
+few."""
 
 from __future__ import annotations
 

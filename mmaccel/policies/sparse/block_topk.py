@@ -30,10 +30,10 @@ GAIN_S = 4e-11
 @register("sparse", "block_topk", compile=False)  # the choice of blocks alone is: `_CHOICE`
 @dataclass(frozen=True, kw_only=True)
 class BlockTopK(SparsePattern):
-    """Each query block sees the fewest key blocks that hold `budget` of its estimated attention, at most `top` of them.
+    """Each query block sees the fewest key blocks that hold the share `budget` of its estimated attention, at most `top`.
 
-    The first `sink` tokens' blocks, and those on the diagonal, are always kept and counted first. `budget` 1 keeps every
-    block, up to `top`; a `top` of None is no limit.
+    The blocks of the first `sink` tokens, and those on the diagonal, are always kept and counted first. `budget` 1 keeps
+    every block, up to `top`; a `top` of None is no limit.
 
     score="antidiagonal"  queries and keys in tiles of `stride`; the weight of a pair of tiles is the mean of the scores on
                           its antidiagonal, which every row, column and diagonal crosses, under a softmax over the tiles; a
@@ -41,7 +41,7 @@ class BlockTopK(SparsePattern):
     score="mean"          the softmax of the scores of mean queries and mean keys of whole blocks (the query-aware half of
                           FlexPrefill, arXiv 2502.20766; `stride` is not used)
 
-    Each query head chooses for itself. Scores are computed for runs of query blocks; the choice is a bool per pair of
+    Each query head chooses for itself. Scores are computed for some query blocks at a time; the choice is a bool per pair of
     blocks. Departures: in chunked prefill, tiles whose first key is not after their first query take part; XAttention has
     thresholds per head from a table, FlexPrefill also has vertical-slash heads.
     """

@@ -46,8 +46,8 @@ def _inner_pattern(value: Any, where: str, block: int) -> IntraPattern | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModalityBoundary(RegionPlannedPattern):
-    """Base of patterns with modality boundaries: queries and keys are grouped by modality, and each pair of groups has a
-    sparse pattern of its own, all under one softmax.
+    """Base of patterns that group queries and keys by modality: each pair of a query group and a key group has a sparse
+    pattern of its own, all under one softmax.
 
     A pattern within a boundary measures distances in ranks among the keys of its group (MMInference, section 2.4), and
     estimates from the last queries of its group, wherever they are (section 3.2): from the weights that these give to the
@@ -61,7 +61,7 @@ class ModalityBoundary(RegionPlannedPattern):
     @property
     @abstractmethod
     def modality_groups(self) -> Groups:
-        """The patterns of this boundary, by group of queries and group of keys (a modality, or None for all)."""
+        """(query group, key group) -> the pattern for this pair; a group is a modality, or None for all tokens."""
 
     @property
     def reads_layer(self) -> bool:
@@ -124,7 +124,7 @@ class ModalityBoundary(RegionPlannedPattern):
         return total
 
     def head_pattern_names(self, heads: int) -> tuple[str, ...]:
-        """Return a name for each head, as "boundary_2d(grid)": the boundary, and its pattern for video, else text."""
+        """Return a name for each head, as "boundary_2d(grid)": this boundary, then its pattern for video, else for text."""
         for m in (VIDEO, TEXT, IMAGE):
             patterns = self.modality_groups[m if m in self.modality_groups else None]
             pattern = patterns[m if m in patterns else None]

@@ -1,4 +1,4 @@
-"""Attention of the last queries, from which adaptive patterns estimate which keys matter (MMInference, Algorithm 1)."""
+"""Attention weights of the last queries, by which content-dependent patterns choose keys (MMInference, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ BUDGET = 1 << 28
 
 
 def modality_run_limits(layout: TokenLayout) -> dict[int, tuple[int, int]]:
-    """Return, for each modality, the most runs (adjacent tokens of it) in any sequence, and the fewest tokens of a run that
-    is neither the first nor the last of its sequence. Padding does not count. Copies the layout to the host once."""
+    """Return modality -> (most runs of a sequence, fewest tokens of a run that is neither first nor last); a run is a
+    stretch of adjacent tokens of the modality. Padding does not count. Copies the layout to the host once."""
 
     def read() -> dict[int, tuple[int, int]]:
         runs = dict.fromkeys(MODALITIES, (0, layout.length))
@@ -88,8 +88,8 @@ class LastQueryAttention:
     matter.
 
     query [B, H, L, D]: the queries; key [B, G, N, D]: the tensor with the keys. total [B, H, L]: the log-sum-exp over all
-    keys that a query sees, if `sample` has only some of them; else None. pooled: query heads that share a key/value head
-    get their mean weights. runs: runs of query heads, each with its key/value heads; empty: H / G heads for each of G.
+    keys that a query sees, if `sample` has only some of them; else None. pooled: query heads that share a key/value head get
+    their mean weights. runs: ranges of query heads, each with its key/value heads; empty: H / G heads for each of G.
     """
 
     query: Tensor
@@ -100,7 +100,7 @@ class LastQueryAttention:
     runs: tuple[HeadRun, ...] = ()
 
     def split_by_head_run(self) -> Iterator[LastQueryAttention]:
-        """Yield a `LastQueryAttention` for each run of heads, with the keys that these heads read."""
+        """Yield a `LastQueryAttention` for each of `runs`: a range of query heads, with the keys that these heads read."""
         first = 0
         for run in self.runs:
             heads = slice(first, first := first + len(run.heads))
@@ -113,7 +113,7 @@ class LastQueryAttention:
 
     @property
     def query_ranks(self) -> Tensor:
-        """Rank of each sampled query among the keys, as in `SampledQueryLayout`."""
+        """[B, L] long: rank of each sampled query among the keys, -1 for none."""
         return self.sample.at
 
     @property
@@ -140,7 +140,7 @@ class LastQueryAttention:
         )
 
     def attention_weights(self) -> Iterator[Tensor]:
-        """Yield softmax weights [B, h, L, n] float32 of h consecutive heads at a time: of a whole run if memory allows."""
+        """Yield softmax weights [B, h, L, n] float32 of h consecutive heads at a time, as many as memory allows."""
         for one in self.split_by_head_run():
             yield from one._weights()
 
@@ -193,7 +193,7 @@ class LastQueryAttention:
         return torch.cat(columns, 1), torch.cat(diagonals, 1)
 
     def entropy(self) -> Tensor:
-        """Return the entropy [B, H, L] of each query's attention weights."""
+        """Return the entropy [B, H, L] (in nats) of each query's attention weights."""
         return torch.cat([torch.special.entr(weight).sum(-1) for weight in self.attention_weights()], 1)
 
     def expand_heads(self, found: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The `grid` pattern (MMInference): evenly spaced slashes, columns and rows, made dense by sorting tokens by class."""
+"""The `grid` pattern (MMInference): evenly spaced diagonals, columns and rows, made dense by sorting tokens by residue
+class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`AttentionRegion`: sorted queries of a layer over sorted keys; and base classes of patterns that are planned by region."""
+"""Patterns that are planned by `AttentionRegion`: some queries of a layer over some keys, each sorted by position."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def max_window_sink_blocks(n_key: int, sink: int, window: int, block: int, *, ga
 
 
 def memoize_while_tracing(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
-    """Get the entry `name` of the cache `memo`, computed by `make` if missing. Unlike `memoize`, it also stores what is
-    computed while torch.compile traces or a CUDA graph is captured."""
+    """Return the entry `name` of the cache `memo`, made by `make` if missing. Unlike `memoize` it also stores what is made
+    while torch.compile traces or a CUDA graph is captured."""
     if name not in memo:
         memo[name] = make()
     entry: T = memo[name]
@@ -321,7 +321,7 @@ class RegionPlannedPattern(SparsePattern):
 
     @property
     def reads_layer(self) -> bool:
-        """Whether the plan depends on the tensors of a layer; otherwise it is made once for all layers."""
+        """Whether the plan depends on a layer's queries and keys; if not, it is made once for all layers."""
         return self.adaptive
 
     def plan(
@@ -351,9 +351,9 @@ class RegionPlannedPattern(SparsePattern):
 
 @dataclass(frozen=True, kw_only=True)
 class IntraPattern(RegionPlannedPattern):
-    """Base of patterns that can plan any region, and so work within modality boundaries too (MMInference, section 3.2).
+    """Base of patterns that can plan any region, and so can be used within a modality boundary (MMInference, section 3.2).
 
-    Over the whole sequence it is the paper's no-boundary head: modalities are ignored.
+    Used alone, over the whole sequence, it ignores modalities: the paper's no-boundary head.
     """
 
     @abstractmethod
@@ -396,5 +396,5 @@ class IntraPattern(RegionPlannedPattern):
 
 
 def mean_causal_share(n_query: int, n_key: int) -> float:
-    """Return the mean share of the keys that the last `n_query` of them can see causally."""
+    """Return the share (0 to 1) of `n_key` keys that the last `n_query` queries see causally, a mean over these queries."""
     return (2 * n_key - n_query + 1) / (2 * n_key)

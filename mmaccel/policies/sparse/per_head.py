@@ -213,7 +213,8 @@ def _number(what: str, value: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerHeadPatterns(SparsePattern):
-    """One layer of `PerHead`: `named` maps heads to patterns, other heads have `rest`; `heads`: their number, if known."""
+    """One layer of `PerHead`: heads in `named` have patterns of their own, all others `rest`; `heads`: their number, if
+    known."""
 
     name: ClassVar[str] = PerHead.name
     adaptive: ClassVar[bool] = True
@@ -311,7 +312,7 @@ def patterns_by_layer_and_head(table: Mapping[str, Any]) -> dict[int, dict[int, 
 
 
 def describe_model_difference(table: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
-    """Return how the model of a table differs from `model` (a fingerprint), in a few words; None if it does not."""
+    """Return in a few words how a table's model differs from `model` (a fingerprint of it); None if it does not."""
     theirs = table["model"]
     for name in dict.fromkeys((*model, *theirs)):
         if theirs.get(name) != model.get(name):

@@ -61,8 +61,8 @@ class StrideResidueClasses:
 
 @dataclass(frozen=True)
 class StrideSearch:
-    """Settings of the search for the stride (`low` .. `most`) and the phases of a grid pattern. slack, score: as in `Grid`;
-    rows: whether horizontal lines get a phase of their own, estimated from queries; keys: most keys of a sequence."""
+    """Settings of the search for the stride (`low` .. `most` tokens) and the phases of a grid pattern. slack, score: as in
+    `Grid`; rows: whether the phase of horizontal lines is estimated from queries; keys: most keys of a sequence."""
 
     low: int
     most: int
@@ -184,7 +184,7 @@ class FrameResidueClasses:
 
 
 def stable_class_order(number: Tensor, most: int) -> Tensor:
-    """Return the indices that sort tokens by class `number` [..., n], in their order within a class; classes >= `most` come
+    """Return the indices [..., n] that sort tokens by class `number` [..., n], in order within a class; classes >= `most`
     last.
 
     Sorting costs time per bit of the numbers, so small ones are cast to 16 bits: a quarter of the launches.

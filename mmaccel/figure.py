@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def create_figure(width: float, height: float) -> Figure:
-    """Return an empty matplotlib figure of this size in inches. Raises `MmaccelError` if matplotlib is not installed."""
+    """Return an empty matplotlib figure of `width` x `height` inches. Raises `MmaccelError` if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

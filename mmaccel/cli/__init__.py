@@ -44,7 +44,7 @@ for _name in ("demo", "eval", "world"):
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one `mmaccel` command and exit the process; see `program.run`."""
+    """Run one `mmaccel` command with `arguments` (None: sys.argv) and exit the process; exit codes as in `program.run`."""
     # CUDA reads it when it begins. A host that feeds several devices then waits for none of them.
     os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     run(app, arguments)

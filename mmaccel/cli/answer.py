@@ -1,7 +1,5 @@
-"""Generation for the commands: model inputs of a prompt, answers with their reports, and what a draft gained.
-
-For a draft: accepted tokens per round and in a row, speed-up over plain decoding, and a check of tokens that differ.
-"""
+"""Generation for the commands: model inputs of a prompt, answers with their reports, and what a draft gained: accepted
+tokens, speed-up over plain decoding, and whether tokens differ from plain decoding by rounding alone."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class Answer:
 def prompt_inputs(
     processor: Any, content: Sequence[Mapping[str, Any]], model: nn.Module
 ) -> dict[str, Tensor]:
-    """Model inputs of one user turn (content pieces of type "video", "image", "text"), on the model's device."""
+    """Return the model inputs of one user turn, on the model's device; `content`: its "video", "image" and "text" pieces."""
     first = next(model.parameters())
     shown = load_processor(processor, like=model)
     inputs = shown.chat(content, device=first.device, dtype=first.dtype)
@@ -70,7 +68,7 @@ def ask(
     recipe: Recipe | None = None,
     **how: Any,
 ) -> Answer:
-    """The greedy answer to the first prompt of `inputs`; further arguments as in `answer_prompts`."""
+    """Return the greedy answer to the first prompt of `inputs`; further arguments as in `answer_prompts`."""
     return answer_prompts(model, processor, inputs, recipe, **how)[0]
 
 
@@ -83,7 +81,7 @@ def answer_prompts(
     max_new_tokens: int = MAX_NEW_TOKENS,
     streamer: Any = None,
 ) -> list[Answer]:
-    """The greedy answers to a batch of prompts `inputs`; a plain model is accelerated by `recipe` during the call.
+    """Return the greedy answers to a batch of prompts `inputs`; a plain model is accelerated by `recipe` during the call.
 
     All answers share the report of the batch, whose shares and prompt tokens are means over it.
     """
@@ -106,7 +104,7 @@ def answer_prompts(
 
 
 def finish_reason(said: Sequence[int], ends: set[int], most: int) -> FinishReason:
-    """Why `generate` ended a sequence, from its new ids `said`, the end-of-text ids and the limit `most`."""
+    """Return why `generate` ended a sequence, from its new ids `said`, the end-of-text ids and the token limit `most`."""
     if ends & set(said):
         return "stop"
     return "length" if len(said) >= most else "positions"
@@ -121,7 +119,7 @@ def end_token_ids(model: nn.Module, tokenizer: Any) -> set[int]:
 
 
 def draft_metrics(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
-    """JSON-ready figures of a generation of one prompt with a draft, beside a `plain` one without, if that was run.
+    """Return JSON-ready figures of a generation of one prompt with a draft, and of a `plain` one without, if that was run.
 
     kept          accepted tokens per round, mean: M without the target's own token (SpecVLM, PEARL)
     a_step        tokens per target step, mean: M with it (vLLM, Spec-Bench; plain decoding has 1)
@@ -129,7 +127,7 @@ def draft_metrics(run: Generation, plain: Generation | None = None) -> dict[str,
     share         accepted tokens over drafted tokens up to each first rejection
     tokens_per_s  after the first token, without `draft_wait_s`, in which the draft read the prompt; `plain_per_s` without
                   draft (None: not run), `speedup` over it, which counts the wait
-    same          whether tokens equal those without draft, or that was not run; `check_rounding` judges a difference
+    same          True if tokens equal those without draft, or that was not run; `check_rounding` judges a difference
     """
     (ids, report), draft = run, run[1].draft
     lengths, steps, pace = draft["lengths"], draft["target_steps"], report.tokens_per_s
@@ -176,7 +174,7 @@ class RoundingCheck:
 
     @property
     def holds(self) -> bool:
-        """Whether rounding explains the difference: the logit gap does not exceed what rounding changes a logit by."""
+        """Whether rounding explains the difference, if any: the logit gap is at most `slack`, and none `ended` early."""
         return self.first is None or (not self.ended and self.gap <= self.slack)
 
 
@@ -233,7 +231,7 @@ def _logits(model: nn.Module, inputs: Mapping[str, Tensor], before: Tensor, size
 
 
 def memory_bandwidth(device: torch.device | str = "cpu", size: int = 1 << 28) -> float:
-    """Memory bandwidth of this device in bytes per second: the best of five sums over `size` bytes."""
+    """Measure the memory bandwidth of `device` in bytes per second: the best of five sums over `size` bytes."""
     data, best = torch.ones(size // 4, device=device), 0.0
     wait: Callable[[torch.device], None] = torch.cuda.synchronize if data.is_cuda else lambda _: None
     for _ in range(5):
@@ -246,7 +244,8 @@ def memory_bandwidth(device: torch.device | str = "cpu", size: int = 1 << 28) ->
 
 
 def min_decode_step_s(model: nn.Module, cache_bytes: float, rate: float) -> float:
-    """Return a lower bound of a decode step in seconds: reading the model's weights and `cache_bytes` once, at `rate`."""
+    """Return a lower bound of a decode step in seconds: reading weights and `cache_bytes` once, at `rate` bytes per
+    second."""
     head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
     parts = [part for part in (adapter_for(model).text_model(model), head) if part is not None]

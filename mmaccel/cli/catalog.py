@@ -44,7 +44,7 @@ DESCRIBED = tuple(kind for kind in KINDS if kind != "model")
 
 
 def names_by_kind() -> dict[str, Any]:
-    """Kind -> registered names; for backends name -> None if it runs here, else why not."""
+    """Return kind -> registered names; for backends name -> None if it runs here, else the reason why not."""
     return {
         **{kind: list(registry(kind)) for kind in DESCRIBED},
         "recipe": list(presets()),
@@ -211,8 +211,7 @@ def build_default_policy(slot: str, name: str, **fields: Any) -> Any:
 
 
 def why_options_refused(works: Callable[[], object], names: Iterable[str] = ()) -> str:
-    """Return `YES` if `works` raises no `RecipeError`, else its message, without the policy `names`, so that equal reasons
-    compare equal."""
+    """Return `YES` if `works` raises no `RecipeError`; else its message without `names`, so that equal reasons match."""
     try:
         works()
     except RecipeError as error:
@@ -228,8 +227,7 @@ USES: dict[str, Callable[[Recipe], object]] = {"generate": check_sequences, "Vid
 
 
 def names_by_field() -> dict[str, list[str]]:
-    """Return recipe field -> the names that it can take. "own" lists the pruners of a draft's prompt; "none" is an empty
-    field."""
+    """Return recipe field -> the names it can take; "own" lists pruners of a draft's prompt, "none" is an empty field."""
     names = {slot: list(registry(slot)) for slot in SLOTS}
     own = {name for name, cls in registry("prune").items() if cls.stage == "draft"}
     pruners = {"own": sorted(own), "prune": [name for name in names["prune"] if name not in own]}
@@ -237,13 +235,12 @@ def names_by_field() -> dict[str, list[str]]:
 
 
 def why_use_refused(use: str, names: Iterable[str] = (), **parts: Any) -> str:
-    """Return `YES`, or why a recipe with the policies `parts` does not support `use` ("generate" or "VideoSession"), without
-    the policy `names`."""
+    """Return `YES`, or why a recipe of policies `parts` cannot do `use` ("generate", "VideoSession"); without `names`."""
     return why_options_refused(lambda: USES[use](Recipe(**parts)), names)
 
 
 def why_pair_refused(one: str, other: str, a: str, b: str) -> str:
-    """`YES`, or why policies `a` and `b` of two recipe fields cannot be combined for any use."""
+    """Return `YES`, or why policy `a` of recipe field `one` and `b` of field `other` cannot be combined for any use."""
 
     told = [
         why_use_refused(
@@ -255,7 +252,7 @@ def why_pair_refused(one: str, other: str, a: str, b: str) -> str:
 
 
 def why_pruner_refused(draft: str, prune: str) -> str:
-    """`YES`, or why a draft cannot take a pruner for its own prompt."""
+    """Return `YES`, or why the draft `draft` cannot take the pruner `prune` for its own prompt."""
     return why_options_refused(lambda: build_default_policy("draft", draft, prune=prune), (draft, prune))
 
 
@@ -317,12 +314,12 @@ PLAIN = {int: "integer", float: "number", bool: "boolean", str: "string", type(N
 
 
 def print_schema() -> None:
-    """Print the JSON schema of recipe YAML files, for editors; includes policies of --import."""
+    """Print the JSON schema of recipe YAML files, for editors; it includes the policies of files given by --import."""
     print_json(recipe_schema())
 
 
 def recipe_schema() -> dict[str, Any]:
-    """JSON schema (draft 7) of a recipe, from the fields of registered policies; descriptions are their docstrings."""
+    """Return the JSON schema (draft 7) of a recipe, made of the fields and docstrings of registered policies."""
     kinds: dict[str, Any] = {}
     for kind in DESCRIBED:
         # YAML 1.1 reads a bare off as false.

@@ -43,7 +43,7 @@ READ_OPTIONS = {"fps": "--fps", "frames": "--frames", "max_frames": "--max-frame
 
 
 def choose_device(device: str) -> str:
-    """An available device; "auto" is the first CUDA device, or else the CPU."""
+    """Return an available device; "auto" is the first CUDA device, or else the CPU. Raises `ModelError` for any other."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return str(loading.check_device(device, "--device"))
@@ -143,7 +143,7 @@ SHARES = {"": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "M
 
 
 def parse_size(text: str, option: str) -> int:
-    """Parse a size such as 24GB or 22.5GiB to bytes; raises `RecipeError`, also for a few bytes, which lack their unit."""
+    """Return the bytes of a size such as 24GB or 22.5GiB. Raises `RecipeError`, also for a small number without a unit."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     least = 1 if found and found[2] else 1 << 20
     if not found or found[2].upper() not in SHARES or float(found[1]) * SHARES[found[2].upper()] < least:
@@ -297,7 +297,7 @@ def reconnecting_clips(
 def clips_until_stall(
     clips: Iterator[Video], video: str, fps: float, broken: list[VideoError], *, guess: bool, quiet: bool
 ) -> Iterator[Video]:
-    """Yield clips up to a stall or error, which is put into `broken`; before the first clip it is raised instead.
+    """Yield clips until the source stalls or fails; that error is put into `broken`, or raised if no clip has come.
 
     First prints the rate at which frames are read, and the source's. Raises `VideoError` if `fps` exceeds both the source's
     mean rate and `FASTEST`; `guess`: that rate is unknown.

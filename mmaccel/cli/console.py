@@ -138,7 +138,7 @@ def _line(tasks: Sequence[Task], seconds: float) -> str:
 def add_bar(
     progress: Progress, name: str, unit: str, total: int | None = None
 ) -> Callable[[int, int | None], None]:
-    """Add a progress bar and return its callback ``(done, total)``."""
+    """Add a progress bar and return its callback ``(done, total)``, which counts in `unit`."""
     task = progress.add_task(name, total=total, unit=unit)
 
     def update(done: int, known: int | None) -> None:
@@ -169,12 +169,12 @@ def group_table_columns(names: Sequence[str], room: int, wide: int) -> Iterator[
 
 
 def format_number(value: float | None, form: str, unit: str = "") -> str:
-    """Format a figure for a table; a dash for None."""
+    """Return a figure for a table: `value` in the format `form`, then `unit`; a dash for None."""
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def describe_cut_off(reason: str, tokens: int) -> str:
-    """Why an answer of `tokens` tokens was cut off, as text; "" if the model ended it. See `Answer.finish_reason`."""
+    """Return in words why an answer of `tokens` tokens was cut off; "" if the model ended it. See `Answer.finish_reason`."""
     return {
         "length": f"cut off at {plural(tokens, 'token')} (--max-new-tokens)",
         "positions": f"cut off at {plural(tokens, 'token')}: the model has no more positions",

@@ -219,7 +219,7 @@ class GroundTruth:
         )
 
     def question_seconds(self, question: str) -> tuple[float, ...]:
-        """Seconds of the frames that a question is about, ignoring case and punctuation; () if unknown."""
+        """Return the seconds of the frames that a question is about, ignoring case and punctuation; () if unknown."""
         return self.questions.get(split_words(question), ())
 
 
@@ -242,7 +242,7 @@ def cluster_entry_runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]
 def plot_cluster_timeline(
     clusters: Mapping[str, Tensor], shown: Sequence[float], layer: int, truth: GroundTruth | None = None
 ) -> Figure:
-    """Plot which cluster each entry is in over time, a lane for each cluster, ordered by first entry.
+    """Plot the cluster of each entry (unit of the stream) over time: one lane for each cluster, ordered by first entry.
 
     clusters  level -> [L or 1, N] (`VideoSession.clusters`); of levels that differ by layer, `layer` is drawn
     shown     seconds of each time step; each step has an equal number of the N entries

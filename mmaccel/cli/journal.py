@@ -44,7 +44,7 @@ class WatchSource:
 
 @dataclass(frozen=True)
 class ReadProgress:
-    """How far a video was read: up to second `until` of it, which is second `until` + `shift` of the session.
+    """How far a video was read: up to second `until` of the video, which is second `until` + `shift` of the session.
 
     frames   frames of the session; `session` is the CRC-32 of its session.json (None: the save did not finish)
     whole    whether the video was read to its end
@@ -59,13 +59,14 @@ class ReadProgress:
 
 
 def journal_path(folder: Path) -> Path:
-    """Path of the journal of a session saved to `folder`."""
+    """Return the path of the journal of a session saved to `folder`."""
     folder = folder.resolve()
     return folder.with_name(f".{folder.name}.mmaccel-journal")
 
 
 def resume_frame_rate(folder: Path | None) -> float:
-    """Frames a second at which the session in `folder` read its last video, without a journal its first; or else `FPS`."""
+    """Return the frames per second at which the session in `folder` last read a video (without a journal: first), or
+    `FPS`."""
     last = folder and _of_session(folder)
     return last.reading.fps if last else (folder and load_saved_frame_rate(folder)) or FPS
 
@@ -191,7 +192,7 @@ class PeriodicSaver:
         return True
 
     def describe_saved(self) -> str:
-        """Say in words how many frames are saved; "" without a folder."""
+        """Return in words how many frames are saved; "" without a folder."""
         if self._folder is None:
             return ""
         if not self._saved:

@@ -100,7 +100,7 @@ def _told_when_stopped() -> Iterator[None]:
 
 
 class Commands(TyperGroup):
-    """The group of commands; prints a message if a command is stopped, unless the command printed its own."""
+    """The group of a program's commands; prints a message if a command is stopped, unless the command printed its own."""
 
     @_told_when_stopped()
     def make_context(self, *given: Any, **how: Any) -> Any:

@@ -101,8 +101,7 @@ def read_piped_questions(given: Sequence[str]) -> list[Asked]:
 
 
 def split_clip_at_questions(part: Video, asked: list[Asked]) -> Iterator[Piece]:
-    """Cut a clip after each frame at which a question is due; yield the pieces with their questions, and remove these from
-    `asked`."""
+    """Cut a clip after each frame at which a question is due; yield pieces with their questions, removed from `asked`."""
     times, start = part.clock.tolist(), 0
     while start < len(part):
         when = asked[0][0] if asked else None
@@ -149,7 +148,7 @@ class TerminalQuestions:
 
 
 def evidence_table(answer: Answer, moments: int) -> Table:
-    """Table of the best `moments` frames that an answer is based on, in the order of `Answer.top`."""
+    """Return a table of the best `moments` frames that an answer is based on, in the order of `Answer.top`."""
     table = Table(box=None, pad_edge=False)
     for head in HEADS:
         table.add_column(head, justify="left" if head == HEADS[0] else "right")
@@ -162,8 +161,7 @@ def evidence_table(answer: Answer, moments: int) -> Table:
 
 
 def evidence_footer(answer: Answer, moments: int) -> list[str]:
-    """Return the lines printed below the evidence table: whether the answer was cut off, how many frames are not shown, the
-    speed."""
+    """Return the lines below the evidence table: whether the answer was cut off, number of frames not shown, speed."""
     left = len(answer.evidence) - moments
     lines = [describe_cut_off(answer.finish_reason, len(answer.ids))]
     if moments and not answer.evidence:
@@ -201,7 +199,7 @@ def stream_status_lines(report: Report, ingested: tuple[int, int] = (0, 0)) -> l
 
 
 def summarize_stream_memory(kv: Mapping[str, float], peak: int) -> str:
-    """Return in one line what a stream's memory holds and where, from its counters `kv`; `peak` bytes of the run."""
+    """Return one line on what a stream's memory holds and where, from its counters `kv`; `peak`: the run's peak bytes."""
     units, here = kv.get("units", 0), kv.get("resident", 0)
     what = f"{here:.4g} of {units:g} steps of time (frames) on the device"
     if units == kv.get("window") and "let_go" in kv:

@@ -1,4 +1,4 @@
-"""`mmaccel recommend`: the preset to take for a video and its questions, with predicted seconds and memory."""
+"""`mmaccel recommend`: which preset to take for a video and its questions, with predicted seconds and memory."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def build_sample_prompt(
     fps: float | None,
     progress: Progress,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Inputs of one prompt with the videos, each followed by its text, and facts about it for the table.
+    """Return the inputs of one prompt, each video followed by its text, and facts about it for the table of patterns.
 
     Frames are dropped evenly until the prompt has at most `most` tokens.
     """

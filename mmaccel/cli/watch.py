@@ -293,13 +293,13 @@ class WatchRun:
         self.uneven = EventLog()
 
     def time_shift(self, first: Video) -> float:
-        """Return the seconds to add to the source's times, so that the video follows the saved session; `first` is its first
-        clip."""
+        """Return the seconds to add to the source's times so that its first clip `first` follows the saved session."""
         start = float(first.clock[0])
         return self.begin + 1 / self._fps - start if self.begin is not None and start <= self.begin else 0.0
 
     def split_clips_at_questions(self, clips: Iterator[Video], keeper: PeriodicSaver) -> Iterator[Piece]:
-        """Yield the clips with the session's times, cut after the last frame before each question."""
+        """Yield the clips, at the session's times, cut after the last frame before each question; `keeper` gets the
+        shift."""
         given = self.lines
         for part in clips:
             if keeper.shift is None:
@@ -344,8 +344,7 @@ class WatchRun:
         self.answer(due)
 
     def answer(self, due: list[Asked], last: bool = False) -> None:
-        """Ask the questions `due`; `last`: the video has ended, and they are those left. Prints a note if a question's time
-        was not watched."""
+        """Ask the questions `due`; `last`: the video has ended. Prints a note if a question's time was not watched."""
         for at, text in due:
             end = self._session.seconds
             if last and at is not None and at > end + 1 / self._fps:

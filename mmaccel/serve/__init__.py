@@ -1,1 +1,1 @@
-"""`mmaccel serve`: an HTTP server for OpenAI clients, and for video streams that are watched and asked about."""
+"""`mmaccel serve`: an HTTP server for OpenAI clients, and for video streams to which clients send frames and questions."""

@@ -1,4 +1,4 @@
-"""Admission control for streams: a new one is refused if it would take compute time or memory promised to others."""
+"""Admission control for streams: a new one is refused if it would take compute time or memory promised to open ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPAN_S = 10.0
 
 
 class StreamUsageCounts(NamedTuple):
-    """Counts of a stream at one moment: frames taken in; bytes held in all, and on the device; and questions so far."""
+    """Counts of a stream at one moment: frames taken in, bytes held in all and on the `device`, and questions so far."""
 
     frames: int
     bytes: int
@@ -35,9 +35,9 @@ NOTHING = StreamUsageCounts(0, 0)
 class StreamPromise:
     """What the server has promised a stream, and what the stream has used.
 
-    recipe, fps, seconds  the promise: compute for `fps` frames per second under `recipe`, for `seconds`
+    recipe, fps, seconds  the promise: compute for `fps` frames per second under `recipe`, for so many seconds of video
     first, last           first and last `StreamUsageCounts`; `first` also has the bytes that the first question added
-    calls                 of the last calls with frames: when (`monotonic`), and the number of frames in all by then
+    calls                 (`time.monotonic()`, frames so far) after each of the last calls with frames
     """
 
     recipe: str
@@ -55,16 +55,16 @@ class StreamPromise:
         return max(self.fps, (self.calls[-1][1] - self.calls[0][1]) / span)
 
     def memory_bytes_per_frame(self, device: bool = False) -> float:
-        """Return the stream's memory growth in bytes per frame, in all or on the `device`, since the first measurement
-        (stores grow by slabs of frames)."""
+        """Return by how many bytes per frame the stream's memory (`device`: only that on the device) has grown since the
+        first measurement; memory grows in steps, by slabs of frames."""
         first, last = self.first or self.last, self.last
         grown = last[1 + device] - first[1 + device]
         return max(0, grown) / (last.frames - first.frames) if last.frames > first.frames else 0.0
 
 
 class Admission:
-    """Decides whether a new stream may open. It predicts the compute time and memory of streams from what frames under their
-    recipes took so far. A recipe without measurements counts as free."""
+    """Decides whether a new stream may open: predicts the compute time and memory of streams from what frames under the same
+    recipe took before. A recipe without measurements counts as free, as nothing is known against it."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class Admission:
         now: StreamUsageCounts,
         live: bool = True,
     ) -> None:
-        """Record a call that took `seconds` (without waiting), and the stream's `StreamUsageCounts` `before` it and `now`.
-        `live`: whether its frames count in the average cost of a live frame; those of a stored video do not."""
+        """Record a call on a stream that took `seconds` (without waiting), and its `StreamUsageCounts` `before` it and
+        `now`. `live`: whether it counts in the recipe's mean seconds per live frame; calls with a stored video do not."""
         before, now = StreamUsageCounts(*before), StreamUsageCounts(*now)
         new, promise.last = now.frames - before.frames, now
         first = (promise.first or before) if before.frames else now
@@ -105,13 +105,13 @@ class Admission:
             self._longest[promise.recipe] = promise
 
     def predicted_load(self, promise: StreamPromise) -> float:
-        """Predict the load of a stream: seconds of compute that its frames take in each second."""
+        """Predict the share of compute time (seconds per second) that the stream's frames take."""
         costs = self._costs[promise.recipe]
         return promise.rate * sum(seconds for seconds, _ in costs) / max(1, sum(new for _, new in costs))
 
     def predicted_bytes(self, promise: StreamPromise, device: bool = False) -> float:
-        """Predict how many bytes a stream will hold in the end, in all or on the `device`: by its own growth, or, before it
-        has any frames, by that of the longest stream of its recipe."""
+        """Predict how many bytes (`device`: on the device only) a stream will hold when its promised time ends: by its own
+        growth, or, before it has any frames, by that of the longest stream of its recipe."""
         model = promise if promise.last.frames else self._longest.get(promise.recipe, promise)
         seen, held, each = model.last.frames, model.last[1 + device], model.memory_bytes_per_frame(device)
         kv: Any = self._recipes[promise.recipe].kv
@@ -123,8 +123,8 @@ class Admission:
         return max(promise.last[1 + device], min(whole, (None if device else most) or whole))
 
     def admit_stream(self, recipe: str, fps: float | None, seconds: float) -> StreamPromise:
-        """Admit a new stream and return its `StreamPromise`, which lasts until `release_promise`. `fps` None: a stream moved
-        from another replica, which is not refused. Raises `Refused` if promises to other streams could not be kept."""
+        """Admit a new stream and return its `StreamPromise`, valid until `release_promise`. `fps` None: a stream moved from
+        another replica, which is never refused. Raises `Refused` if promises to open streams could not be kept."""
         new, limits = StreamPromise(recipe, fps or 1.0, seconds), self._limits
         busy, own = sum(map(self.predicted_load, self._promises)), self.predicted_load(new)
         if fps is not None and busy + own > limits.busy and own:

@@ -31,7 +31,7 @@ PAGE = Path(__file__).parent / "page"
 
 
 def create_app(engine: Engine, registry: Callable[[Engine], streams.Streams] = streams.Streams) -> FastAPI:
-    """Create the ASGI application for `engine`; `registry` creates the `Streams` that hold its open streams."""
+    """Create the ASGI application for `engine`; `registry` makes the `Streams` object that holds the open streams."""
     began = time.monotonic()
 
     @asynccontextmanager
@@ -99,7 +99,7 @@ def _tell_errors(app: FastAPI, seconds: float) -> None:
 
 
 def uvicorn_settings(settings: Settings) -> dict[str, Any]:
-    """Return connection settings for uvicorn; no message compression, since a small message could expand to a large one."""
+    """Return connection settings for uvicorn; message compression is off, as a small message could expand to a large one."""
     sockets = {
         "ws_max_size": settings.limits.message_bytes,
         "ws_max_queue": 2,
@@ -109,7 +109,7 @@ def uvicorn_settings(settings: Settings) -> dict[str, Any]:
 
 
 def run_server(engine: Engine) -> None:
-    """Run the server until the process is stopped."""
+    """Serve `engine` over HTTP, by its settings, until the process is stopped."""
     import uvicorn
 
     settings = engine.settings

@@ -40,7 +40,7 @@ async def list_model_names(engine: TheEngine) -> dict[str, Any]:
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatRequest, request: Request, engine: TheEngine, asks: Asks) -> Any:
-    """Answer a chat completion request, whole or by server-sent events; greedy without `temperature`."""
+    """Answer a chat completion request, whole or by server-sent events. Decoding is greedy if `temperature` is not given."""
     engine.find_recipe(body.model, body.mmaccel.recipe)
     made: dict[str, Any] = {
         "id": f"chatcmpl-{secrets.token_hex(12)}",

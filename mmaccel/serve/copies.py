@@ -1,4 +1,4 @@
-"""A pool of copies of one model, which share its weights, each under a recipe, for concurrent calls."""
+"""A pool of copies of one model for concurrent calls. Copies share the model's weights; each has a recipe attached."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CHECK_S = 0.1
 
 
 class ModelCopyPool:
-    """Copies of `model` with shared weights, each under a recipe: at most `most` copies a recipe, or one if its draft runs
-    in a process of its own. Copies under one recipe also share the weights of its draft model."""
+    """Copies of `model` that share its weights, each with a recipe attached: at most `most` copies a recipe, or one if its
+    draft runs in a process of its own. Copies under one recipe also share the weights of its draft model."""
 
     def __init__(self, model: nn.Module, most: int) -> None:
         # Of one that is never called: a pass of a stream lends the model's modules other functions while it runs.

@@ -48,8 +48,8 @@ DEVICE_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer and its statistics; `finish_reason` as in `core.decoding.generate.Answer`. `ttft_s` counts from the request,
-    including waiting and reading its video. `alone`: why its decode steps were not shared with other answers, or ""."""
+    """An answer and its statistics; `finish_reason` as in `core.decoding.generate.Answer`. `ttft_s`: seconds from request to
+    first token, with waiting and reading the video. `alone`: why it shared no decode step with other answers, or ""."""
 
     text: str
     finish_reason: str
@@ -64,8 +64,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class ActiveRequest:
-    """A request being served: its recipe, its fetched images and videos, the answer's token limit, and the callback `put`
-    for pieces of the answer. `joined` is called once its prompt has been read, so that the next prompt may start."""
+    """A request being served: its recipe, its `fetched` images and videos, the most new tokens (`most`), and the callback
+    `put` for pieces of the answer. `joined` is called when its prompt has been read, so that the next request's may be."""
 
     request: ChatRequest
     recipe: str
@@ -106,7 +106,7 @@ class Engine:
         self.copies, self._drawing = ModelCopyPool(model, self.turns.most), threading.Lock()
 
     def find_recipe(self, model: str | None, asked: str | None) -> str:
-        """Return a request's recipe name: `asked`, or RECIPE if `model` is NAME@RECIPE, or the default; raises
+        """Return a request's recipe: `asked`, else RECIPE if `model` is NAME@RECIPE, else the default; may raise
         `Refused`."""
         name, _, inside = (model or self.name).partition("@")
         if name != self.name:
@@ -129,14 +129,14 @@ class Engine:
         return found
 
     def free_device_bytes(self) -> float:
-        """Return how many bytes streams may take of the devices of the model's layers; infinity where one is not a GPU."""
+        """Return how many bytes streams may take on the GPUs that hold the model's layers; infinity if one is not a GPU."""
         devices = {home_device(layer) for layer in adapter_for(self.model).layers(self.model)}
         if any(one.type != "cuda" for one in devices):
             return math.inf
         return DEVICE_SHARE * sum(torch.cuda.mem_get_info(one)[0] for one in devices)
 
     async def answer_chat_request(self, request: ChatRequest, caller: str, put: Put) -> Completion:
-        """Answer a chat request; `put` is called with the answer's text piece by piece, from any thread."""
+        """Answer a chat request of `caller`; calls `put` with the text piece by piece, from any thread. Raises `Refused`."""
         deadline, first = Deadline(self.settings.limits.seconds), list[float]()
 
         def told(piece: str) -> None:

@@ -59,13 +59,13 @@ def _bearer_key(headers: Mapping[str, str]) -> str | None:
 
 
 class ConnectedClient:
-    """The client of a request, who may disconnect before the answer is ready."""
+    """The HTTP client of a request, who may disconnect before the answer is ready; then work for it is cancelled."""
 
     def __init__(self, request: Request) -> None:
         self._request, self._checked = request, time.monotonic()
 
     async def wait(self, work: Awaitable[Done]) -> Done:
-        """Await `work` and return its result; if the HTTP client disconnects, cancels it and raises `Refused`."""
+        """Await `work` and return its result. If the client disconnects first, cancel `work` and raise `Refused`."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
@@ -80,7 +80,7 @@ class ConnectedClient:
 
 
 def get_caller(request: Request) -> str:
-    """FastAPI dependency: the caller's identity, as `RequestCheckMiddleware` determined it."""
+    """FastAPI dependency: the identity of the caller, which `RequestCheckMiddleware` derived from the API key."""
     return str(request.state.caller)
 
 

@@ -1,4 +1,4 @@
-"""Streams with thumbnails of their frames, and a cache of ingested videos for follow-up questions."""
+"""Open video streams with thumbnails of their frames, and a cache of stored videos for follow-up questions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVIDENCE = 16
 
 
 class Thumbnails:
-    """JPEG thumbnails of a stream's frames, by frame number; above `most` of them, every second one is dropped."""
+    """JPEG thumbnails of a stream's frames, by frame number; as often as there are over `most`, every second is dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -50,14 +50,14 @@ class Thumbnails:
 
 
 def without_kv_age_limit(recipe: Recipe) -> Recipe:
-    """Return `recipe` for a stored video: without the age limit after which its KV policy drops frames."""
+    """Return `recipe` for a stored video: its KV policy without the age limit (`keep_seconds`) that drops old frames."""
     if getattr(recipe.kv, "keep_seconds", None) is None:
         return recipe
     return replace(recipe, kv=replace(recipe.kv, keep_seconds=None))  # type: ignore[call-arg]
 
 
 class StreamEntry:
-    """One open video stream: its session, recipe, thumbnails and last counters."""
+    """One open video stream: its session, recipe, thumbnails, and the counters as they were last read."""
 
     def __init__(self, model: nn.Module, processor: Any, recipe: Recipe, limits: Limits) -> None:
         self.recipe, self.pictures = recipe, Thumbnails(limits.thumbnails)
@@ -67,12 +67,12 @@ class StreamEntry:
         self.counters: dict[str, float] = {}
 
     async def read_counters(self) -> dict[str, float]:
-        """Read the stream's `counters` anew and return them; in a thread, since it waits for a running forward pass."""
+        """Read the session's counters anew and return them; in a thread, since it waits for a running forward pass."""
         self.counters = await run_in_thread(self.session.counters)
         return self.counters
 
     def evidence_frames_json(self, found: tuple[Evidence, ...], pictures: bool) -> list[dict[str, Any]]:
-        """Return evidence frames for JSON, highest attention first; each with a thumbnail as data URL if `pictures`."""
+        """Return the `EVIDENCE` frames of `found` with most attention, JSON-ready; with thumbnails if `pictures`."""
         order = sorted(found, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))[:EVIDENCE]
         told = [asdict(one) for one in order]
         for one in told if pictures else ():
@@ -81,12 +81,12 @@ class StreamEntry:
         return told
 
     async def measure(self) -> StreamUsageCounts:
-        """Read the stream's counters anew; return the frames it took in, the bytes it holds and the questions it had."""
+        """Read the session's counters anew and return `usage_counts`."""
         await self.read_counters()
         return self.usage_counts()
 
     def usage_counts(self) -> StreamUsageCounts:
-        """Return frames taken in, bytes held and questions so far, as when the counters were last read."""
+        """Return frames, bytes and questions so far; bytes and questions as when the counters were last read."""
         device, questions = (int(self.counters.get(name, 0)) for name in ("bytes", "questions"))
         return StreamUsageCounts(self.session.frames, self.total_bytes(), device, questions)
 
@@ -96,7 +96,7 @@ class StreamEntry:
 
 
 class VideoCache:
-    """LRU cache of ingested videos, keyed by caller, content, recipe and sampling."""
+    """LRU cache of stored videos that a session has already encoded, keyed by caller, content, recipe and sampling."""
 
     def __init__(self, limits: Limits, metrics: Metrics) -> None:
         self._limits, self._metrics = limits, metrics
@@ -106,7 +106,7 @@ class VideoCache:
     async def get_or_open(
         self, key: Hashable, make: Callable[[], Awaitable[StreamEntry]]
     ) -> AsyncIterator[StreamEntry]:
-        """Context that holds the cached video of `key`, opened by `make` if missing, once for concurrent requests."""
+        """Context that holds the cached video of `key`; if missing, `make` opens it, once for concurrent requests."""
         kept = await self._kept(key, make)
         kept.users += 1
         try:
@@ -150,8 +150,8 @@ class VideoCache:
         return sum(one.usage_counts().device for one in self._whole().values())
 
     async def shrink(self, most: int) -> int:
-        """Close unused videos, least recently used first, until at most `most` are left and their bytes are within the
-        limit; return how many were closed."""
+        """Close videos that no request uses, least recently used first, until at most `most` are left and their bytes are
+        within the server's limit; return how many were closed."""
         whole, closed = self._whole(), list[StreamEntry]()
         held = self.bytes()
         for key, one in whole.items():

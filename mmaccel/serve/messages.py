@@ -122,13 +122,13 @@ class VideoIOKwargs(StrictModel):
 
 
 class MediaIOKwargs(StrictModel):
-    """vLLM's `media_io_kwargs`."""
+    """vLLM's `media_io_kwargs`: options for reading the videos of a request."""
 
     video: VideoIOKwargs = VideoIOKwargs()
 
 
 class StreamOptions(StrictModel):
-    """OpenAI's `stream_options`."""
+    """OpenAI's `stream_options`: whether a streamed answer ends with its token counts."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -231,7 +231,7 @@ class ChatRequest(SamplingOptions):
 
 
 class SessionRequest(StrictModel):
-    """Open a stream, or resume the one saved as `resume`; `fps` frames per second will be sent, for `seconds`."""
+    """Open a stream, or resume the saved one named `resume`; for `seconds`, the client will send `fps` frames a second."""
 
     model: str | None = None
     recipe: str | None = None
@@ -273,7 +273,7 @@ class FramesRequest(StrictModel):
 
 
 class AskRequest(SamplingOptions):
-    """A question on a stream: about all of it, or about the seconds `between` two times; with `chat` it continues the
+    """A question on a stream: on all of it, or the seconds `between` two times; with `chat` it continues the
     conversation."""
 
     question: str

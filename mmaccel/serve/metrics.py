@@ -50,8 +50,8 @@ class Metrics:
     def count_answer(
         self, ttft_s: float | None, pace: float | None, tokens: int, draft: Mapping[str, Any]
     ) -> None:
-        """Count an answer of `tokens` tokens, with its seconds to the first token and its tokens per second (`pace`);
-        `draft` holds the tokens `proposed` and `accepted`, as in a `Report`."""
+        """Count an answer of `tokens` tokens, its seconds to the first token `ttft_s`, and its tokens per second after that
+        (`pace`); `draft` holds the numbers of tokens `proposed` and `accepted`, as in a `Report`."""
         self.tokens.inc(tokens)
         if ttft_s is not None:
             self.first.observe(ttft_s)

@@ -54,7 +54,7 @@ Make = Callable[[], "Engine"]
 
 
 class StreamRouter(RequestRouter):
-    """Ray Serve router: a stream's requests go to the replica that holds it, others to the less busy of two replicas."""
+    """Router for Ray Serve: a stream's requests go to the replica that holds it, others to the less busy of two replicas."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

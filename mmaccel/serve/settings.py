@@ -107,7 +107,7 @@ class Settings:
             raise RecipeError("--keys: a key has at least 8 printable ASCII characters and no space.")
 
     def identify_caller(self, key: str | None) -> str | None:
-        """Return the identity of the caller with API key `key`; None for a wrong or missing key."""
+        """Return the identity of the caller who sent `key`, the same for all if no keys are set; None: wrong or missing."""
         if not self.keys:
             return LOCAL
         given = (key or "").encode(errors="replace")

@@ -1,4 +1,4 @@
-"""The WebSocket of a stream: frames are sent in while answers come out."""
+"""The WebSocket of a stream: clients send frames and questions while answers are still being sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class APIKeyMessage(StrictModel):
 
 
 class FrameMessage(StrictModel):
-    """Client message: an encoded frame (base64 or data URL), shown at `time` seconds."""
+    """Client message: an encoded image (base64 or data URL), the stream's frame at `time` seconds."""
 
     type: Literal["frame"]
     data: str
@@ -36,14 +36,14 @@ class FrameMessage(StrictModel):
 
 
 class AskMessage(AskRequest):
-    """Client message: ask a question; the answers' messages carry its `id`."""
+    """Client message: ask a question; messages with its answer carry the same `id`."""
 
     type: Literal["ask"]
     id: str = ""
 
 
 class StandingQuestionMessage(StrictModel):
-    """Client message: ask a question again and again while frames come; fields as in `VideoSession.on`."""
+    """Client message: ask a question repeatedly while frames come; fields as in `VideoSession.on`."""
 
     type: Literal["on"]
     id: str = ""
@@ -55,7 +55,7 @@ class StandingQuestionMessage(StrictModel):
 
 
 class CancelMessage(StrictModel):
-    """Client message: end the answer, or the repeated question, of this `id`."""
+    """Client message: cancel the answer or repeated question with this `id`."""
 
     type: Literal["cancel"]
     id: str = ""
@@ -88,7 +88,7 @@ ANSWERS = 8
 
 @router.websocket("/{number}/socket")
 async def handle_stream_socket(websocket: WebSocket, number: str) -> None:
-    """WebSocket of a stream: JSON messages with a `type`; a binary message is a frame.
+    """Serve the WebSocket of the stream with id `number`: JSON messages with a `type`; a binary message is a frame.
 
     In: `key` (first, if a key is needed and no header has it), `frame` (data, time), `ask` (id, question, ...), `on` (id,
     question, every, ...), `cancel` (id), `look`. Out: `event` (name: ready, taken, dropped, stream, change, error), `delta`

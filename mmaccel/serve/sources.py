@@ -1,4 +1,4 @@
-"""From the URLs in a request (`http`, `data:`, `file:`) to frames; forbidden hosts and files cannot be reached."""
+"""Fetches images and videos that requests name by URL (`http`, `data:`, `file:`); refuses forbidden hosts and files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAPPED = [ipaddress.ip_network(net) for net in ("64:ff9b::/96", "64:ff9b:1::/48"
 
 @dataclass(frozen=True)
 class FetchedMedia:
-    """A fetched source: a local file, or the bytes of an image or a video's frames; `digest` identifies its content."""
+    """A fetched source: a local file, or the bytes of an image or of a video's frames; `digest` identifies its content."""
 
     kind: Kind
     digest: str
@@ -51,7 +51,7 @@ class FetchedMedia:
 
 
 def fetch_media(url: str, kind: Kind, folder: Path, settings: Settings, deadline: Deadline) -> FetchedMedia:
-    """Fetch `url` to a file in `folder`, unless it is a local file. Raises `Refused`, `VideoError` or `CallEnded`."""
+    """Fetch `url` to a file in `folder`; a local file stays where it is. Raises `Refused`, `VideoError` or `CallEnded`."""
     scheme, limits = url[:16].partition(":")[0].lower(), settings.limits
     if kind == "image":
         limits = replace(limits, source_bytes=min(limits.source_bytes, limits.image_bytes))
@@ -243,8 +243,7 @@ def decode_image(source: FetchedMedia, limits: Limits) -> Tensor:
 
 
 def decode_frames(data: Sequence[bytes], limits: Limits) -> Tensor:
-    """Decode encoded frames of equal size to uint8 [T, 3, H, W]. Raises `Refused` before decoding if they are too
-    large."""
+    """Decode encoded frames of equal size to uint8 [T, 3, H, W]; raises `Refused` before decoding if they are too large."""
     _check_room(sum(3 * width * height for width, height in map(image_size, data)), limits)
     pictures = [read_image(one, limits.pixels) for one in data]
     sizes = {tuple(one.shape) for one in pictures}

@@ -1,4 +1,4 @@
-"""Streams an answer: tokens in, pieces of text out, up to a stop text, a deadline, or a disconnect."""
+"""Streams an answer: turns token ids into pieces of text, until a stop text, a deadline, or a disconnect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmaccel.core.decoding.generate import Deadline
 
 
 class StopTextFilter:
-    """Splits growing text into pieces to send, without stop texts and without incomplete characters."""
+    """Cuts the growing text of an answer into pieces to send, without stop texts and without incomplete characters."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops, self.said, self.stopped = stops, "", False
@@ -40,7 +40,7 @@ class StopTextFilter:
 def count_tokens_through_stop(
     decode: Callable[[list[int]], str], ids: Sequence[int], stops: Sequence[str]
 ) -> int:
-    """Return how many of the first `ids` it takes until their text has one of `stops` (a step may have verified more)."""
+    """Return how many of `ids` it takes until their text contains one of `stops`; a step may have decoded more tokens."""
 
     def stopped(count: int) -> bool:
         text = decode([*ids[:count]])

@@ -92,13 +92,13 @@ class Streams:
 
     @asynccontextmanager
     async def hold_call(self, stream: Stream) -> AsyncIterator[None]:
-        """Context of one call on a stream: waits while its owner has too many calls. `Refused`: too many wait."""
+        """Context of one call on a stream: waits while its owner has too many calls. Raises `Refused` if too many wait."""
         async with stream.hold_open(), self._calls[stream.owner].wait_for_turn(stream.owner):
             yield
 
     @contextmanager
     def count_open_socket(self, owner: str | None) -> Iterator[None]:
-        """Context that counts an open socket of `owner` (None: key comes later). `Refused`: too many are open."""
+        """Context that counts an open socket of `owner` (None: its API key comes later); `Refused` if too many are open."""
         if self._sockets[owner] >= self.limits.sockets:
             raise Refused(429, "too many sockets are open; close one.", "too_many_sockets")
         self._sockets[owner] += 1
@@ -127,7 +127,7 @@ class Streams:
                         log.exception("closing a stream failed")
 
     def get(self, number: str, caller: str | None) -> Stream:
-        """Return the caller's stream with this id; raises `Refused` (404) if it is none of theirs."""
+        """Return the stream with id `number`; raises `Refused` (404) if `caller` has none of that id."""
         found = self._open.get(number)
         if found is None or caller is None or found.owner != caller:
             raise Refused(404, "there is no stream of this id; open one.", "stream_not_found")
@@ -181,7 +181,7 @@ class Streams:
         """Load the stream's newest state, if replicas share streams (`ReplicatedStreams`); a single server does nothing."""
 
     async def on_stream_change(self, stream: Stream) -> None:
-        """Hook for subclasses, called after a stream took in frames or text, or answered a turn of a conversation."""
+        """Hook for subclasses: called after a stream took in frames or text, or answered a turn of a conversation."""
 
     def saved_stream_folder(self, name: str, caller: str) -> Path:
         """Return the folder where a caller's stream is saved under `name`; raises `Refused` if saving is disabled."""
@@ -190,7 +190,7 @@ class Streams:
         return self.engine.settings.saves / caller / name
 
     async def add_frames(self, stream: Stream, asked: FramesRequest) -> int:
-        """Add frames or a video to a stream, and then lines of text; return the number of frames added."""
+        """Add the frames or video of a request to a stream, then its lines of text; return the number of frames added."""
         given = bool(asked.frames) + (asked.video_url is not None)
         if given == 2 or not (given or asked.text):
             raise ModelError("frames: give frames or a video_url, one of the two, or text.")

@@ -1,4 +1,4 @@
-"""Round-robin scheduling of callers, so that one with many requests does not block the others."""
+"""Queues requests so that callers take turns, and one with many requests does not block the others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mmaccel.serve.settings import Refused
 
 
 class FairQueue:
-    """Fair queue of requests, which gives turns to callers in rotation. At most `first` requests hold a turn and `waiting`
-    wait for one. A request may pass its turn on and run without one; at most `more` do so at a time (`most` run in all)."""
+    """Queue of requests that gives a turn to one caller after the other. At most `first` requests have a turn, and `waiting`
+    wait for one. A request may give its turn up and go on running; at most `more` do so at a time (`most` run in all)."""
 
     def __init__(self, first: int, waiting: int, more: int = 0) -> None:
         self._free, self._room, self._more, self.most = first, waiting, more, first + more
@@ -24,8 +24,8 @@ class FairQueue:
 
     @asynccontextmanager
     async def wait_for_turn(self, caller: str) -> AsyncIterator[Callable[[], None]]:
-        """Context that waits for a turn of `caller` and holds it. It yields a function that passes the turn on early; it
-        does nothing while `more` others run without one. Raises `Refused` if too many wait."""
+        """Context that waits for a turn for `caller` and holds it. It yields a function that gives the turn up early, or
+        does nothing while `more` other requests run without one. Raises `Refused` if too many wait."""
         if self._free:
             self._free -= 1
         elif len(self) >= self._room:

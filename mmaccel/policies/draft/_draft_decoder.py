@@ -89,9 +89,8 @@ class DraftDecoder:
         seed: int,
         stream: LocalDraftStream | None = None,
     ) -> None:
-        """Run the prompt `inputs`, only its columns `keep` if given (renumbered if `compact`), or the question of `stream`
-        instead. `warp` makes the target's sampling probabilities of logits (None: greedy); `seed` is of the draft's
-        draws."""
+        """Run the prompt `inputs`, only its columns `keep` if given (renumbered if `compact`), or `stream`'s question
+        instead. `warp` makes the target's sampling probabilities of logits (None: greedy); `seed` starts the draws."""
         began = time_after_device_work(self._device)
         self._warp, self._random = warp, torch.Generator().manual_seed(seed)
         if stream is not None:

@@ -135,8 +135,7 @@ class DraftModelStrategy(DraftStrategy):
         self.peer(target)
 
     def peer(self, target: ModelView) -> ModelView:
-        """Return the view of the draft model in this process; raises `DraftError` if it is missing, of another family or has
-        another vocabulary."""
+        """Return a view of the draft model in this process; `DraftError` if it is missing or does not fit the target."""
         model = draft_folder(self.name, target, self.model) if isinstance(self.model, str) else self.model
         try:
             reader = target.causal_lm(model) if self.reads_text else None

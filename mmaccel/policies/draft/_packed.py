@@ -26,8 +26,8 @@ SLAB = 16 << 20
 
 
 def make_packer(inputs: Mapping[str, Any], more: bytes = b"") -> Callable[[], list[Blob]]:
-    """Return a function that packs `inputs` and `more` (see `pack`) and may be called in another thread. On CUDA it waits
-    for the work that computes `inputs`, as far as it was launched before this call."""
+    """Return a function that packs `inputs` and `more` (see `pack`) and may be called in another thread: on CUDA it waits
+    for the work that computes `inputs`, as launched so far."""
     streams = []
     for device in {x.device for x in inputs.values() if isinstance(x, Tensor) and x.is_cuda}:
         streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

@@ -37,8 +37,8 @@ def tokens_per_round(keep: float, window: int) -> float:
 
 
 def expected_gain(step_s: float, draft_s: float, keep: float, window: int) -> float:
-    """Return how many times faster than plain decoding a draft of `window` tokens a round is expected to be: `step_s`,
-    `draft_s` are the seconds of a target and a draft step, `keep` the probability that a drafted token is accepted."""
+    """Return the expected speed-up over plain decoding, with target steps of `step_s` and draft steps of `draft_s`
+    seconds."""
     return tokens_per_round(keep, window) * step_s / max(window * draft_s, step_s)
 
 
@@ -58,7 +58,7 @@ def best_window(step_s: float, draft_s: float, keep: float, most: int) -> tuple[
 @dataclass
 class PipelineTimes:
     """Running means of the seconds of a target step (`step_s`) and a draft step (`draft_s`), and the counts of verified
-    (`judged`) and accepted (`kept`) tokens, of which the acceptance rate is made.
+    (`judged`) and accepted (`kept`) tokens.
 
     Steps become slower as the context grows, so recent steps weigh most: each moves the mean by the share `rate`. The first
     steps may take several times as long, as they are compiled and captured: a time below half the mean replaces the mean,

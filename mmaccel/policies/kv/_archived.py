@@ -1,8 +1,5 @@
-"""The fields of memories that archive units (frames) in host memory; `rekv` and `mosaic` are two choices of them.
-
-A memory is composed of the `index` that finds units, retrieval while the stream is encoded, summary tokens, a cache on the
-device, and prefetching; each has its fields.
-"""
+"""The fields of memories that archive units (frames) in host memory; `rekv` and `mosaic` are two choices of them. They are
+for the index that finds units, retrieval while the stream is encoded, summary tokens, cache and prefetching."""
 
 from __future__ import annotations
 
@@ -49,8 +46,7 @@ class FormerField:
 
 
 def replace_field(who: str, given: dict[str, Any], old: str, value: Any, new: str) -> None:
-    """Replace the former field `old` by `new` = `value`, with a warning; `RecipeError` if `given` has both and they
-    disagree."""
+    """Replace the former field `old` by `new` = `value`, with a warning; `RecipeError` if both are given and disagree."""
     if new in given and given[new] != value:
         raise RecipeError(f"{who}: {old} means {new}: {value}, and {new} is given; leave the former out.")
     given[new] = value
@@ -207,8 +203,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
         return replace(own, host=None, evicts=self.store.spill == "drop_oldest")
 
     def is_expired(self, unit: int, age: float) -> bool:
-        """Return whether the age limit (`keep_seconds`, `thin`) drops `unit` (a frame), shown `age` seconds before the
-        newest."""
+        """Return whether the age limit (`keep_seconds`, `thin`) drops `unit` (a frame), `age` seconds before the newest."""
         if self.keep_seconds is None or age <= self.keep_seconds:
             return False
         return not self.thin or unit % 2 ** (int(math.log2(age / self.keep_seconds)) + 1) != 0
@@ -225,8 +220,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
 
 
 class SharedArchive(ArchivedMemory):
-    """An archived memory on which a question can run while frames arrive: it reads shared data until these change, then a
-    copy."""
+    """An archived memory on which a question can run while frames arrive: it reads a copy once the shared data change."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)

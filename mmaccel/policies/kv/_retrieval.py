@@ -1,7 +1,7 @@
 """Base of memories that archive older units (frames) on the host: what passes of the stream and questions retrieve of them,
 and summary tokens for the rest. On CUDA, a layer's retrieval is captured as a graph at its second run, then replayed.
 
-Letters: L layers, H query heads, G key/value heads, D head size, E hidden size, P tokens a unit, C places for clusters.
+Letters: L layers, H query heads, G key/value heads, D head size, E hidden size, P tokens a unit, C cluster ids.
 """
 
 from __future__ import annotations

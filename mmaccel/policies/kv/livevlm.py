@@ -129,8 +129,7 @@ class LiveVLMMemory(TokenMemory):
 def choose_tokens_across_stream(
     score: Tensor, where: Tensor, budget: int, scatter: float, room: int
 ) -> Tensor:
-    """Choose `budget` tokens of the N with `score` [N] so that all of the stream is represented; return their indices,
-    ascending.
+    """Choose `budget` tokens of the N with `score` [N], so that all of the stream is represented; return ascending indices.
 
     `where` [N] long: number of the stretch of the stream that each token is in; N >= budget. First the ``scatter * budget``
     best by score are taken. Then, by score, tokens of stretches in which less than `room` were taken. The rest is filled by

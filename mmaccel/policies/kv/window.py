@@ -74,8 +74,7 @@ class _Held:
 
 
 class WindowState(PerLayerKVState):
-    """The KV cache of `window`: exactly sized tensors for each layer; each `append` makes them anew, without evicted
-    columns."""
+    """The KV cache of `window`: exactly sized tensors for each layer, which `append` makes anew, without evicted columns."""
 
     def __init__(self, layers: int, sinks: int, window: int, margin: int) -> None:
         super().__init__(layers)

@@ -1,5 +1,5 @@
-"""The `attention` pruner (SpecVLM): a draft keeps what the target's question attends to most, and some of the rest,
-evenly."""
+"""The `attention` pruner (SpecVLM): a draft keeps what the target's question attends to most, and an even sample of the
+rest."""
 
 from __future__ import annotations
 

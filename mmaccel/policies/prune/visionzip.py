@@ -1,5 +1,4 @@
-"""The `visionzip` pruner: keeps those tokens of a frame that its vision tower attends to most; merges the rest into a
-few."""
+"""The `visionzip` pruner: keeps those tokens of a frame that its vision tower attends to most, and merges the rest."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class OneSidedModalityBoundary(ModalityBoundary):
 
     @property
     def modality_patterns(self) -> Mapping[int | None, IntraPattern | None]:
-        """The sparse pattern of each modality (text, image, video); None leaves its queries or keys out."""
+        """The sparse pattern of each modality (text, image, video); None: its queries (or keys) take no part."""
         return {m: getattr(self, name) for m, name in MODALITIES.items()}
 
 

@@ -84,8 +84,7 @@ def concatenate_heads(made: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LastQueryAttention:
-    """Softmax weights of a prompt's last L queries over its keys, computed on demand: patterns estimate from them which keys
-    matter.
+    """Softmax weights of a prompt's last L queries over its keys, computed on demand; patterns choose keys by them.
 
     query [B, H, L, D]: the queries; key [B, G, N, D]: the tensor with the keys. total [B, H, L]: the log-sum-exp over all
     keys that a query sees, if `sample` has only some of them; else None. pooled: query heads that share a key/value head get

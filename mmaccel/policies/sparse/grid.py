@@ -1,5 +1,4 @@
-"""The `grid` pattern (MMInference): evenly spaced diagonals, columns and rows, made dense by sorting tokens by residue
-class."""
+"""The `grid` pattern (MMInference): evenly spaced diagonals, columns and rows, made dense by sorting tokens by class."""
 
 from __future__ import annotations
 

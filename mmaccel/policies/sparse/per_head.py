@@ -213,7 +213,7 @@ def _number(what: str, value: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerHeadPatterns(SparsePattern):
-    """One layer of `PerHead`: heads in `named` have patterns of their own, all others `rest`; `heads`: their number, if
+    """One layer of `PerHead`: heads in `named` have patterns of their own, the others `rest`; `heads`: how many, if
     known."""
 
     name: ClassVar[str] = PerHead.name

@@ -184,8 +184,7 @@ class FrameResidueClasses:
 
 
 def stable_class_order(number: Tensor, most: int) -> Tensor:
-    """Return the indices [..., n] that sort tokens by class `number` [..., n], in order within a class; classes >= `most`
-    last.
+    """Return the indices [..., n] that sort tokens by class `number` [..., n], stably; classes from `most` on come last.
 
     Sorting costs time per bit of the numbers, so small ones are cast to 16 bits: a quarter of the launches.
     """

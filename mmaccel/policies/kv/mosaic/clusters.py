@@ -39,7 +39,7 @@ def centroid_variance_size(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def welford(c: Array, s2: Array, n: Array, u: Array) -> tuple[Array, Array]:
-    """Return centroid and variance of a cluster (c, s2, n) after the point `u` [..., d] joined it (Mosaic, equations 3,
+    """Return centroid and variance of a cluster (c, s2, n) once point `u` [..., d] has joined it (Mosaic, equations 3,
     4)."""
     size = n.astype(c.dtype)
     away = u - c
@@ -130,8 +130,7 @@ class ClusterTable:
         return new
 
     def add(self, layer: Array, cluster: Array, unit: int, centroid: Array, variance: Array) -> None:
-        """Add unit (frame) `unit` to the clusters (layer [b], cluster [b]), at most one in each layer, with their new
-        statistics."""
+        """Add unit (frame) `unit` to clusters (layer [b], cluster [b]), at most one a layer, with their new statistics."""
         self._note(layer, cluster)
         at, sizes = (layer, cluster), self.size.numpy()
         size = sizes[at]
@@ -278,8 +277,7 @@ class ClusterTable:
         return {**rows, "owner": self.owner[:, : self._units].contiguous()}
 
     def saved_shapes(self, units: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return name -> (shape, type) of saved `tensors` of `units` units (frames); -1: any number of clusters or
-        members."""
+        """Return name -> (shape, type) of saved `tensors` of `units` units (frames); -1: any number of clusters, members."""
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"owner": ((self.layers, units), torch.long)}
         for name in ROWS:
             row: Tensor = getattr(self, name)
@@ -351,8 +349,7 @@ class ClusterTable:
 
 
 class NearestCluster:
-    """Finds the nearest cluster (largest cosine of centroid and point) for points `x` [n, d], one after another, at one
-    layer.
+    """Finds the nearest cluster (largest cosine of point and centroid) in one layer for points `x` [n, d], one by one.
 
     All cosines are computed at the start, in one product; those with clusters that changed since are computed again.
     """

@@ -377,7 +377,7 @@ class ClusterHierarchy:
 
     @single_cpu_thread()
     def split_deferred(self, layer: int, clusters: Tensor) -> None:
-        """Make the deferred splits of the semantic `clusters` [b] of `layer`, which were retrieved to the device."""
+        """Split those semantic `clusters` [b] of `layer` whose split was deferred; they were retrieved to the device."""
         level = self.semantic
         for home in clusters[level.lazy[layer, clusters]].tolist():
             at = torch.tensor([layer]), torch.tensor([home])

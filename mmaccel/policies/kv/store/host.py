@@ -265,7 +265,7 @@ class HostStore:
         return old[:count]
 
     def units(self, layer: int | None = None) -> list[int]:
-        """Return the units (frames) that a layer (None: any) holds, ascending."""
+        """Return the numbers of the units (frames) that a layer (None: any layer) holds, ascending."""
         slot = self.table.slot if layer is None else self.table.slot[[layer]]
         rows = np.flatnonzero((slot >= 0).any(0))
         found: list[int] = self.table.at.units_of(slot.shape[1])[rows].tolist()

@@ -229,7 +229,7 @@ def split_words(text: str) -> str:
 
 
 def cluster_entry_runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    """Return cluster -> its runs (begin, end) of consecutive entries, in order of each cluster's first entry."""
+    """Return cluster -> its runs (begin, end) of consecutive entries (units of a stream), clusters by first entry."""
     found: dict[int, list[tuple[int, int]]] = {}
     begin = 0
     for name, run in groupby(cluster):

@@ -47,7 +47,7 @@ def report(
 
 
 def check_report_path(path: Path | None) -> None:
-    """Raise `RecipeError` if a report cannot be written to `path`, before the run starts."""
+    """Raise `RecipeError` if no report can be written to `path` (None: none is asked for); called before the run."""
     if path is not None and not path.parent.is_dir():
         raise RecipeError(f"--report: the folder {path.parent} does not exist; create it first.")
     if path is not None and path.is_dir():
@@ -55,7 +55,7 @@ def check_report_path(path: Path | None) -> None:
 
 
 def write_html_page(told: Mapping[str, Any], path: Path, video: str | Video | None) -> None:
-    """Write the HTML page of a run `told`, the --json output of ask or watch; `video` is read for thumbnails."""
+    """Write the HTML page of a run to `path`. `told`: the --json output of ask or watch; `video`: source of thumbnails."""
     from mmaccel.media import thumbnails
 
     picture = (lambda _: None) if video is None else thumbnails(video)

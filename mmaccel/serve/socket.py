@@ -126,7 +126,7 @@ async def handle_stream_socket(websocket: WebSocket, number: str) -> None:
 
 
 class StreamConnection:
-    """A WebSocket connection to one stream."""
+    """A WebSocket connection of a client to one stream: it takes frames and questions, and sends answers."""
 
     def __init__(self, websocket: WebSocket, streams: Streams, stream: Stream) -> None:
         self._socket, self._streams, self._stream = websocket, streams, stream

@@ -153,11 +153,11 @@ class DraftModelStrategy(DraftStrategy):
 
 @dataclass(frozen=True, kw_only=True)
 class VideoDraftStrategy(DraftModelStrategy):
-    """The base of drafts by a model of the target's family that sees the video, of which a pruner may leave a part.
+    """The base of drafts by a model of the target's family that reads the video, whole or pruned.
 
     prune  a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping; how many tokens
            it left out is the counter `pruned` of a report
-    kv     the memory of the draft's own stream, which it has where the target has one; None: one like the target's
+    kv     the memory of the draft's own stream, used only if the target runs on a stream; None: one like the target's
     """
 
     needs: ClassVar[frozenset[str]] = DraftModelStrategy.needs | {"video"}

@@ -60,7 +60,7 @@ class HostMemory(Policy):
 
     host_bytes  most host memory; None: as much as the host can spare
     process_bytes  most host memory of all sessions of the process; with "drop_oldest", a session that needs room takes it
-                   from the one that holds most, if both are on one model
+                from the one that holds most, if both are on one model
     spill       what happens when that memory is full: "refuse", "disk", or "drop_oldest", which forgets the oldest frames
                 for good as new ones come, even if the `watch` that brings these fails later
     folder      for files with spill "disk", in a YAML file relative to its folder; None: a temporary folder
@@ -116,7 +116,8 @@ class HostPolicy(StreamPolicy):
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `fields` without `FORMER` ones; those of a part move there. Raises `RecipeError` if a value cannot."""
+        """Return a recipe's `fields` in today's form: former fields (`FORMER`) are dropped, or moved into the part that has
+        them now, with a warning. Raises `RecipeError` for a value that no longer exists."""
         given, moved = dict(fields), dict[str, dict[str, Any]]()
         for name, one in cls.FORMER.items():
             if name not in given:
@@ -151,24 +152,24 @@ class HostPolicy(StreamPolicy):
 class ArchivedPolicy(WindowedPolicy, HostPolicy):
     """The fields of a memory that keeps units on the host and retrieves some of them for a question.
 
-    frames      retrieved for a question, by each layer for itself, in addition to the local frames
+    frames      frames retrieved for a question, by each layer for itself, in addition to the local frames
     index       how units are found, by name or with its fields: "frames" or "clusters" (`mmaccel describe clusters`)
-    encode_frames  while the stream is encoded, each layer of a pass retrieves so many frames; 0: it sees only the window. A
-                frame encoded under its window alone knows nothing of what came before, and questions about the order
-                of two things are then answered at chance, whatever they retrieve. Above 0 what is stored
-                depends on how the stream is cut into passes, so on where calls of `watch` end too; not on questions
+    encode_frames  frames that each layer of a pass retrieves while the stream is encoded; 0: it sees only the window. A
+                frame encoded under its window alone knows nothing of what came before, and questions about the order of two
+                things are then answered at chance, whatever they retrieve. Above 0 what is stored depends on how the stream
+                is cut into passes, so on where calls of `watch` end too; not on questions
     encode_by   what retrieves then: the mean query of a "pass", or each "frame" by its own, one frame a pass
-    reps        most summary tokens, those of the highest scores first: one represents each cluster, at its mean time
-                (Mosaic V-C); null: all, 0: none
-    cache       frames a layer that stay on the device after a question, for the next one
-    prefetch    for the next layer: what this layer's "query" finds in the next one's index (Mosaic VII-B), or
-                the next layer's query "projected" from the hidden states that enter this one; or "off". It changes no
-                answer
-    keep_seconds  frames older than this, counted from the newest, are forgotten; None: none for its age. Pinned ones
-                (`VideoSession.pin`) stay, and so does what is in the window
-    thin        forget only every second of them; of those twice as old, three in four, and so on: what is kept grows
-                with the logarithm of the stream's length
-    store       the host's memory that they may take, and what happens when it is used up (`mmaccel describe host`)
+    reps        most summary tokens, those of the highest scores first: one represents each cluster, at its mean time (Mosaic
+                V-C); null: all, 0: none
+    cache       frames of each layer that stay on the device after a question, so that the next one need not copy them
+    prefetch    what is copied ahead for the next layer: what this layer's "query" finds in that layer's index (Mosaic
+                VII-B); or what that layer's query finds, "projected" from the hidden states that enter this layer; or "off".
+                It changes no answer
+    keep_seconds  frames shown more than so many seconds before the newest are forgotten; None: no age limit. Pinned frames
+                (`VideoSession.pin`) and those in the window stay
+    thin        keep every second frame older than keep_seconds, every fourth of those older than twice that, and so on: the
+                number kept grows with the logarithm of the stream's length
+    store       limits on host memory, and what happens when it is full (`mmaccel describe host`)
     """
 
     query_time_fields: ClassVar[frozenset[str]] = frozenset({"frames", "local"})

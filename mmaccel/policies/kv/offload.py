@@ -23,12 +23,12 @@ from mmaccel.policies.kv.store import HostStore
 @register("kv", "offload")
 @dataclass(frozen=True, kw_only=True)
 class Offload(HostPolicy):
-    """Keeps all frames on the host; every pass copies the whole past of each layer to the device, and frees it again.
+    """Keep all frames on the host; every pass copies the whole past of each layer to the device, and frees it again.
 
     Exact: every query sees all that came before it, at its original position. The device holds one layer of the stream at a
     time; the whole stream is copied for every chunk, question and token of an answer.
 
-    store  the host's memory that it may take (`mmaccel describe host`); as it keeps everything, spill is "refuse" or "disk"
+    store  limits on host memory (`mmaccel describe host`); as it keeps everything, spill is "refuse" or "disk"
     """
 
     exact: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class Offload(HostPolicy):
 
 
 class OffloadStream(FullAttentionStream):
-    """The stream memory of `offload`: frames on the host; the prompt before the video and the question on the device."""
+    """The stream memory of `offload`: frames are on the host; the prompt before the video and the question on the device."""
 
     def __init__(
         self, policy: Offload, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

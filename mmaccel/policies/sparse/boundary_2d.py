@@ -61,7 +61,7 @@ class ModalityBoundary(RegionPlannedPattern):
     @property
     @abstractmethod
     def modality_groups(self) -> Groups:
-        """(query group, key group) -> the pattern for this pair; a group is a modality, or None for all tokens."""
+        """Query group -> key group -> the pattern of this pair, or None; a group is a modality, or None for all tokens."""
 
     @property
     def reads_layer(self) -> bool:

@@ -299,8 +299,9 @@ class Clusters(IndexPolicy):
     Clusters are updated as units come: by their centroid and variance, split when the variance passes a threshold that
     depends on the size, at once if a cluster is on the device, else when it is next retrieved (VI-B). Departures from the
     paper (arXiv 2604.10060): a cluster holds units, found by their mean keys (the paper speaks of tokens, its budgets of
-    frames); points are centred and lifted (`split.LIFT`); every unit is written to the host, buffered ones too. A question
-    asks by the mean query of its words; `ask_by="words"` also finds what one word alone is about.
+    frames); points are centred and have one more, constant coordinate (`split.LIFT`); every unit is written to the host,
+    buffered ones too. A question asks by the mean query of its words; `ask_by="words"` also finds what one word alone is
+    about.
 
     init          frames before the first clustering; until then units are retrieved one by one
     visual, semantic  units of a cluster at the start, on average, at each level
@@ -308,9 +309,9 @@ class Clusters(IndexPolicy):
     first_stage   what the visual level is searched by (V-C): "key", the mean keys of its clusters, as a layer's queries and
                   visual features are in different spaces; or "look", as in the paper: mean visual embeddings, compared with
                   those of a pass's frames, or with a question's words as they enter the first layer
-    splits        which retrievals make deferred splits (algorithm 1): "passes", those of passes of the stream, so
-                  that a question does not change what is stored later (questions do, if passes retrieve nothing); or
-                  "all", as in the paper
+    splits        which retrievals make deferred splits (algorithm 1): "passes", those of passes of the stream, so that a
+                  question does not change what is stored later (questions do, if passes retrieve nothing); or "all", as in
+                  the paper
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"look", "hidden"})

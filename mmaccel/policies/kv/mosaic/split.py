@@ -308,7 +308,7 @@ class UnitMeans:
         return self._points(rows, self.centre[1][layer][:, None])
 
     def means(self, rows: Tensor, layer: Tensor, units: Tensor) -> Tensor:
-        """Return the mean [b, d] of `rows` (`key` or `value`) over `units` (frames) [b, m] (-1: none) at `layer` [b]."""
+        """Return the mean [b, d] of `rows` (this object's `keys` or `values`) over units [b, m] (-1: none), `layer` [b]."""
         # One after the other, so that what a mean is does not depend on what else is computed beside it.
         row, col = (units >= 0).nonzero(as_tuple=True)
         some = rows[units[row, col], layer[row]].to(self.work)

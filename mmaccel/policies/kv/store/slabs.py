@@ -390,7 +390,7 @@ class CopyQueues:
 
     @property
     def compute_queue(self) -> DeviceQueue:
-        """The queue of the current CUDA stream, on which the model computes; on a CPU the same as `wire`."""
+        """The queue of the current CUDA stream, on which the model computes; on a CPU it is `wire` itself."""
         if self._device.type != "cuda":
             return self.wire
         return DeviceQueue(torch.cuda.current_stream(self._device), current=True)

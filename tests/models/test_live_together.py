@@ -404,7 +404,7 @@ def test_an_answer_does_not_wait_for_itself(call: str, tmp_path: Path) -> None:
 def test_no_pass_comes_into_the_middle_of_a_question(
     kv: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its layers work in buffers that all streams of the model share. These memories have no slots: they attend themselves."""
+    """Its layers work in buffers that all streams of a model share. These memories have no slots: they attend themselves."""
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     with several(MEMORIES[kv], 0, 1) as ((first, second), _):
         alone = first.ask(QUESTION, 6, **how).ids, second.ask(QUESTION, 6).ids

@@ -233,12 +233,12 @@ def portable(*arguments: Any) -> tuple[Tensor, Tensor]:
     from mmaccel.backends.triton.prefill import hopper_launch
 
     with mock.patch.object(hopper_launch, "_there", lambda device: False):
-        return select.get("triton", arguments[0].device)(*arguments)
+        return select.get_op("triton", arguments[0].device)(*arguments)
 
 
 def kernels(names: Sequence[str], device: torch.device) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Backends by name; "portable" is `portable`."""
-    return ((name, portable if name == "portable" else select.get(name, device)) for name in names)
+    return ((name, portable if name == "portable" else select.get_op(name, device)) for name in names)
 
 
 def failed(log: Log, told: dict[str, Any], error: Exception) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.backends import select
-from mmaccel.backends.ops.block_lists import key_band
+from mmaccel.backends.ops.block_lists import list_band
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.contract import memory as contract
 from mmaccel.core.decoding.draft import Proposal, accept
@@ -114,7 +114,7 @@ def attention(name: str) -> Pair:
     query, key, value, layout = layer()
     plan = Recipe.load(sparse=PATTERNS[name]).sparse.plan(query, key, layout, layout)
     assert plan is not None
-    kernel = select.get("reference", "cpu")
+    kernel = select.get_op("reference", "cpu")
     return lambda: attend_plan(plan, query, key, value, SIZE**-0.5, kernel), rows_by_rows
 
 
@@ -133,7 +133,7 @@ def indices() -> Pair:
 
     def lists() -> None:
         for _ in range(20):
-            key_band(rows, rows, rows, rows, 0, window, block, block)
+            list_band(rows, rows, rows, rows, 0, window, block, block)
 
     return lists, lists_by_row
 

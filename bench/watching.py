@@ -127,7 +127,7 @@ class Clustering:
     def __init__(self, session: mmaccel.VideoSession) -> None:
         self.seconds = 0.0
         state: Any = session._live.state  # type: ignore[union-attr]
-        for name in ("insert", "split_deferred"):
+        for name in ("assign_units", "split_deferred"):
             if hasattr(state.index, "tree"):
                 setattr(state.index.tree, name, self._timed(getattr(state.index.tree, name)))
 

@@ -98,11 +98,11 @@ def shipped() -> Callable[[str], str]:
 
     def name_of(name: str) -> str:
         from mmaccel.core.errors import ModelError
-        from mmaccel.models.shipped import model_folder
+        from mmaccel.models.shipped import tiny_model_folder
         from mmaccel_lab.tiny import ROOT
 
         try:
-            model_folder(name)
+            tiny_model_folder(name)
         except ModelError as error:
             if any(ROOT.glob("*/config.json")):
                 pytest.fail(str(error))

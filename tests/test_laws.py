@@ -245,7 +245,7 @@ layout = TokenLayout.text(1, 200)
 q, k = torch.randn(1, 2, 200, 16), torch.randn(1, 1, 200, 16)
 pattern = mmaccel.Recipe.load({"sparse": {"name": "a_shape", "sink": 16, "window": 32}}).sparse
 plan = pattern.plan(q, k, layout, layout)
-out, _ = attend_plan(plan, q, k, k, 0.25, select.get("reference", "cpu"))
+out, _ = attend_plan(plan, q, k, k, 0.25, select.get_op("reference", "cpu"))
 print(tuple(out.shape))
 """
     blocked = ("transformers", "triton", "flash_attn", "av", "PIL", "matplotlib", "torchvision")

@@ -108,7 +108,7 @@ def test_an_answer_rests_on_the_video(name: str, shipped: Shipped, loaded: Loade
 def test_a_draft_writes_the_target_s_own_caption(name: str, shipped: Shipped, loaded: Loaded) -> None:
     """Greedy sequential drafting gives the model's own tokens, and most of what it drafts is taken."""
     model, processor = loaded(shipped(name))
-    folder = str(tiny.model_folder(shipped(f"{name}-draft")))
+    folder = str(tiny.tiny_model_folder(shipped(f"{name}-draft")))
     (case,) = caption_cases(48, 1, SEED)
     inputs = inputs_of((model, processor), case)
     plain = ask(model, processor, inputs, max_new_tokens=120)
@@ -174,7 +174,7 @@ def test_the_readme_s_python_runs(shipped: Shipped, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_a_shipped_folder_is_whole(name: str, shipped: Shipped) -> None:
-    folder = tiny.model_folder(shipped(name))
+    folder = tiny.tiny_model_folder(shipped(name))
     names = {path.name for path in folder.iterdir()}
     assert names >= {f"{name}.json" for name in ("config", "generation_config", "tokenizer")}
     assert names >= {"model.safetensors", "README.md"}
@@ -185,7 +185,7 @@ def test_a_shipped_folder_is_whole(name: str, shipped: Shipped) -> None:
 
 def test_the_shipped_models_are_small(shipped: Shipped) -> None:
     sizes = [
-        path.stat().st_size for name in tiny.NAMES for path in tiny.model_folder(shipped(name)).iterdir()
+        path.stat().st_size for name in tiny.NAMES for path in tiny.tiny_model_folder(shipped(name)).iterdir()
     ]
     assert sum(sizes) <= 40 * 2**20
 

@@ -76,7 +76,7 @@ class Costs:
         """Predict the seconds of a layer: planning for `tokens` tokens, then sparse attention of `attention` seconds."""
         return max(self.host, attention + self.planning(tokens))
 
-    def scaled(self, factor: float) -> Costs:
+    def scale_attention(self, factor: float) -> Costs:
         """Return these costs for heads `factor` times as large: attention costs in proportion, planning unchanged."""
         sparse = {name: replace(line, each=line.each * factor) for name, line in self.sparse.items()}
         return replace(self, dense=replace(self.dense, each=self.dense.each * factor), sparse=sparse)

@@ -98,11 +98,11 @@ def resolve_backend(
     store    cache of measured costs; by default a file in the user's cache folder
     how      further arguments of `measure_costs`
 
-    Raises as `get` does.
+    Raises as `get_op` does.
     """
     device = torch.device(device)
     if name != "auto":
-        get(name, device)
+        get_op(name, device)
         return BackendChoice(name, "asked for by name")
     if not (device.type == "cuda" if measure is None else measure):
         return BackendChoice(
@@ -117,7 +117,7 @@ def resolve_backend(
     costs = kept.get(key)
     again = costs is not None
     if costs is None or not costs.sparse:
-        costs = measure_costs(device, shape, {n: get(n, device) for n in tried}, plan, block=block, **how)
+        costs = measure_costs(device, shape, {n: get_op(n, device) for n in tried}, plan, block=block, **how)
         kept.put(key, costs)
     if not costs.sparse:
         return BackendChoice(
@@ -128,7 +128,7 @@ def resolve_backend(
     return BackendChoice(best, _reason(costs, best, shape, again), costs)
 
 
-def get(name: str, device: torch.device | str) -> BlockAttend:
+def get_op(name: str, device: torch.device | str) -> BlockAttend:
     """Return the `block_attend` operator of the backend `name`; "auto": of `default_backend(device)`.
 
     Raises `UnknownName` for an unknown name, and `RecipeError` for a backend that cannot run on `device`.
@@ -149,10 +149,10 @@ def get(name: str, device: torch.device | str) -> BlockAttend:
 
 
 def with_extended_support(kernel: BlockAttend, device: torch.device) -> BlockAttend:
-    """Return `kernel` if it supports parts with `Part.uses_extras`, else the first operator usable on `device` that does."""
+    """Return `kernel` if it supports parts with `Part.needs_extensions`, else the first usable on `device` that does."""
     if getattr(kernel, "extra", True):
         return kernel
-    return next(op for name in _candidates(device) if getattr(op := get(name, device), "extra", True))
+    return next(op for name in _candidates(device) if getattr(op := get_op(name, device), "extra", True))
 
 
 def _candidates(device: torch.device) -> Iterator[str]:

@@ -173,7 +173,7 @@ class RoundingCheck:
     ended: bool = False
 
     @property
-    def holds(self) -> bool:
+    def is_explained(self) -> bool:
         """Whether rounding explains the difference, if any: the logit gap is at most `slack`, and none `ended` early."""
         return self.first is None or (not self.ended and self.gap <= self.slack)
 

@@ -81,7 +81,7 @@ def caption(
         "read_bytes_per_s": rate,
     }
     if as_json:
-        proof = None if certificate is None else {"holds": certificate.holds, **asdict(certificate)}
+        proof = None if certificate is None else {"holds": certificate.is_explained, **asdict(certificate)}
         # "kept" is a share of attention everywhere else; this is the accepted length of the field.
         told["accepted_length"] = told.pop("kept")
         print_json({**facts, "text": streamer.cutter.said.strip(), **told, "certificate": proof})
@@ -124,7 +124,7 @@ def _figure_lines(
     if told["failed"] is not None:
         found.append(f"the draft stopped, and the model went on alone: {told['failed']}")
     if certificate is not None:
-        verdict = "rounding alone" if certificate.holds else "more than rounding"
+        verdict = "rounding alone" if certificate.is_explained else "more than rounding"
         found.append(
             f"differs from plain decoding at token {certificate.first}: {verdict} (gap {certificate.gap:.2g} in fp32, "
             f"rounding moves a logit by {certificate.slack:.2g})"

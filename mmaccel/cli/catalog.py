@@ -19,7 +19,7 @@ from typer import Argument, Option
 
 from mmaccel.backends import select
 from mmaccel.cli.choices import policy_has_field
-from mmaccel.cli.console import out, print_json, say
+from mmaccel.cli.console import echo, out, print_json
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.recipe import FORMER, MAIN_PRESETS, VERSION, Recipe, check_sequences, presets, stream_policy
 from mmaccel.core.registry import (
@@ -139,7 +139,7 @@ def describe_name(
     if not texts:
         known = {one: kind for kind in found for one in found[kind]}
         raise UnknownName("name", name, known, known, own=True)
-    say("\n\n".join(texts))
+    echo("\n\n".join(texts))
 
 
 def _class(kind: str, name: str) -> str:
@@ -194,8 +194,8 @@ def _other(kind: str, name: str) -> str:
     elif kind == "backend":
         text = inspect.getdoc(import_module(select.BACKENDS[name])) or ""
     else:
-        card = shipped.model_folder(name) / "README.md"
-        text = card.read_text(encoding="utf-8") if card.is_file() else str(shipped.model_folder(name))
+        card = shipped.tiny_model_folder(name) / "README.md"
+        text = card.read_text(encoding="utf-8") if card.is_file() else str(shipped.tiny_model_folder(name))
     return f"{name} ({kind})\n\n{text}"
 
 

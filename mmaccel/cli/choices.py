@@ -173,7 +173,7 @@ def load_stream_recipe(text: str) -> Recipe:
 def check_recipe_on_model(recipe: Recipe, model: str, device: str) -> None:
     """Raise `RecipeError` if `recipe` cannot run prompts of `model` on `device`; loads no weights."""
     if recipe.backend != "auto":
-        select.get(recipe.backend, device)
+        select.get_op(recipe.backend, device)
     loading.check_recipe(recipe, model)
 
 

@@ -31,7 +31,7 @@ def out() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
-def say(text: str) -> None:
+def echo(text: str) -> None:
     """Print text to standard output as it is, without console markup."""
     out().print(text, markup=False, highlight=False, soft_wrap=True)
 

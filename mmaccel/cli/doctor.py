@@ -17,7 +17,7 @@ from mmaccel import models
 from mmaccel.backends import measure, select
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.select import package_version
-from mmaccel.cli.console import print_json, say
+from mmaccel.cli.console import echo, print_json
 from mmaccel.models import shipped
 
 PACKAGES = {
@@ -115,7 +115,7 @@ def doctor(as_json: Annotated[bool, Option("--json", help="One JSON object.")] =
     lines = []
     for title, rows in sections.items():
         lines += [title, *(f"  {name:{wide}}  {text}".rstrip() for name, text in rows.items()), ""]
-    say("\n".join(lines[:-1]))
+    echo("\n".join(lines[:-1]))
 
 
 def _device(problems: list[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Fps, Model
-from mmaccel.cli.console import plural, progress_bars, progress_callback, say
+from mmaccel.cli.console import echo, plural, progress_bars, progress_callback
 from mmaccel.cli.search import Most, Texts, Videos, build_sample_prompt, check_videos
 from mmaccel.core.decoding.generate import Evidence
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError, quoted
@@ -89,9 +89,9 @@ def draw_pictures(
         if not output.parent.is_dir():
             raise RecipeError(f"--out: the folder {output.parent} does not exist; create it first.")
         save_figure(draw_pattern_plan(what) if is_pattern else draw_head_pattern_map(layers, title), output)
-        say(str(output))
+        echo(str(output))
         if is_pattern:
-            say(f"for so short a prompt, in place of the (default): {demo_field_differences(what)}")
+            echo(f"for so short a prompt, in place of the (default): {demo_field_differences(what)}")
         return
     create_figure(1, 1)  # says at once where matplotlib is missing
     if output.exists() and not output.is_dir():
@@ -104,7 +104,7 @@ def draw_pictures(
         )
         with VideoSession.resume(loaded, choices.load_supported_processor(model), Path(what)) as session:
             for path in _session(session, Path(what), output, form, layer or [0], question or [], known):
-                say(str(path))
+                echo(str(path))
         return
     check_videos(video)
     shape = config_only_view(model).geometry
@@ -128,7 +128,7 @@ def draw_pictures(
     message = f"{output}: {plural(done, 'head')}"
     if not layer and not head and done < shape.layers * shape.heads:
         message += f" of {shape.layers * shape.heads}, evenly spread; --layer and --head name others"
-    say(message)
+    echo(message)
 
 
 def _named(path: str) -> tuple[Sequence[Sequence[str]], str]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from typer import Option
 
 from mmaccel.cli.choices import Json, parse_size
-from mmaccel.cli.console import out, print_json, remark, say
+from mmaccel.cli.console import echo, out, print_json, remark
 from mmaccel.core import costs
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.memory.buffers import total_host_bytes
@@ -81,7 +81,7 @@ def recommend(
         print_json({**told, "presets": presets, "cannot": found.unfit})
         return
     taken = "" if frames else f" ({minutes:g} minutes at {fps:g} a second; --fps takes another number)"
-    say(f"{model} on {rates.name}, {work.frames} frames of {frame_size} pixels{taken}:\n")
+    echo(f"{model} on {rates.name}, {work.frames} frames of {frame_size} pixels{taken}:\n")
     table = Table(box=None, pad_edge=False)
     memories = ("device", "host") if rates.cuda else ("memory",)  # a CPU has one memory
     for title in ("preset", "first token", "of a later question", "tokens/s", *memories, ""):
@@ -95,8 +95,8 @@ def recommend(
         table.add_row(preset, *times, *held, f"lacks {lacks}" if lacks else "fits")
     out().print(table)
     for preset, why in found.unfit.items():
-        say(f"{preset}: no, for {why}.")
-    say(f"\ntake {found.name}: {found.why}" if found.name else f"\n{found.why}")
+        echo(f"{preset}: no, for {why}.")
+    echo(f"\ntake {found.name}: {found.why}" if found.name else f"\n{found.why}")
 
 
 def _told(one: costs.PredictedCost) -> dict[str, Any]:

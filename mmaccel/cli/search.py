@@ -18,7 +18,7 @@ from mmaccel.backends import select
 from mmaccel.cli import choices
 from mmaccel.cli.answer import prompt_inputs
 from mmaccel.cli.choices import Device, Dtype, Fps, Json
-from mmaccel.cli.console import bytes_text, plural, print_json, progress_bars, progress_callback, say
+from mmaccel.cli.console import bytes_text, echo, plural, print_json, progress_bars, progress_callback
 from mmaccel.cli.program import INTERRUPTED
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.report_page import format_attention_share, format_head_counts
@@ -81,7 +81,7 @@ def search(
         raise RecipeError(f"--out: {output} is a folder; give the name of a file in it.")
     check_videos(video)
     if backend != "auto":
-        select.get(backend, device)
+        select.get_op(backend, device)
     processor = choices.load_supported_processor(model)
     parts = progress_path(output)
     try:
@@ -118,9 +118,9 @@ def search(
         return
     heads = format_head_counts(Counter(name for layer in head_pattern_names(table) for name in layer))
     layers, count = plural(facts["layers"], "layer"), plural(facts["heads"], "head")
-    say(f"{output}: {layers}, {count} on {facts['tokens']} tokens")
-    say(f"heads: {heads}")
-    say(
+    echo(f"{output}: {layers}, {count} on {facts['tokens']} tokens")
+    echo(f"heads: {heads}")
+    echo(
         f"pairs computed {format_attention_share(facts['kept'])}, mean error {facts['error']:.3f}, "
         f"{facts['seconds']:.0f} s, peak memory {bytes_text(facts['peak_bytes'])} on {table['device']}"
     )

@@ -15,7 +15,7 @@ from typer import Argument, Exit, Option
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, KeepSeconds, Longest, Model
-from mmaccel.cli.console import add_bar, error_sentence, out, plural, print_json, progress_bars, remark, say
+from mmaccel.cli.console import add_bar, echo, error_sentence, out, plural, print_json, progress_bars, remark
 from mmaccel.cli.journal import EVERY_S, FPS, PeriodicSaver, WatchSource, find_resume_point, resume_frame_rate
 from mmaccel.cli.program import INTERRUPTED, delay_sigterm, delay_stop_signals
 from mmaccel.cli.questions import (
@@ -375,7 +375,7 @@ class WatchRun:
             if answer.evidence:
                 console.print(evidence_table(answer, moments))
             for line in evidence_footer(answer, moments):
-                say(f"  {line}")
+                echo(f"  {line}")
         self.answers.append(
             {
                 "question": text,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.contract.prefill import check_counters_are_floats, raise_unless
-from mmaccel.core.adapter import Branches, Geometry, ModelAdapter, ModelView, Runner
+from mmaccel.core.adapter import Geometry, ModelAdapter, ModelView, Runner, TokenTree
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import decode_speculatively
 from mmaccel.core.layout import TokenLayout
@@ -53,7 +53,7 @@ class ToyRunner(Runner):
         self.tokens = (ids if keep is None else ids[keep]).tolist()
         return self.rule(self.tokens)[None]
 
-    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+    def step(self, ids: Tensor, branches: TokenTree | None = None) -> Tensor:
         assert ids.shape[0] == 1 and ids.shape[1] > 0
         self.steps, self.last, before = self.steps + 1, ids.shape[1], len(self.tokens)
         self.tokens += ids[0].tolist()

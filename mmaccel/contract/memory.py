@@ -254,7 +254,7 @@ class _Trial:
         state.begin_pass(stream_pass)
         for layer in range(LAYERS):
             query, key, value = (
-                draw((stream_pass.kind, stream_pass.first, name, layer, i), 1, h, stream_pass.rows, SIZE)
+                randn((stream_pass.kind, stream_pass.first, name, layer, i), 1, h, stream_pass.rows, SIZE)
                 for i, h in enumerate((HEADS, GROUPS, GROUPS))
             )
             if "hidden" in self.needs:
@@ -282,7 +282,7 @@ class _Trial:
         end = self.state.units() + count
         while (first := self.state.units()) < end:
             n = self.state.units_that_fit(first, min(8, end - first))
-            look = draw(("look", first), n, 32).float() if "look" in self.needs else None
+            look = randn(("look", first), n, 32).float() if "look" in self.needs else None
             times = tuple(float(t) for t in range(first, first + n))
             self.run(StreamPass(kind="units", rows=n * TOKENS, first=first, count=n, times=times, look=look))
             if "proxy" in self.needs:
@@ -327,7 +327,7 @@ class _Trial:
             raise_unless(torch.equal(a.key, b.key) and torch.equal(a.value, b.value), f"{self.who}: {told}.")
 
 
-def draw(name: tuple[Any, ...], *shape: int) -> Tensor:
+def randn(name: tuple[Any, ...], *shape: int) -> Tensor:
     """Return random float64 numbers of the given shape; the same `name` gives the same numbers."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr(name).encode()))
     return torch.randn(*shape, dtype=torch.float64, generator=generator)

@@ -49,7 +49,7 @@ def home_device(model: nn.Module) -> torch.device:
 
 
 @dataclass(frozen=True, eq=False)
-class Branches:
+class TokenTree:
     """The token tree of one decode step, whose n tokens are appended to the cache in one forward pass (tree attention).
 
     sees [n, m] bool: whether new row i attends to column j of the last m columns, the n new ones included; earlier columns
@@ -101,7 +101,7 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+    def step(self, ids: Tensor, branches: TokenTree | None = None) -> Tensor:
         """Run tokens `ids` [1, n], a chain or (with `branches`) a tree, after those run before; return logits [1, n, V]."""
 
     def resume(self, inputs: Mapping[str, Any], past: Columns | None = None) -> None:

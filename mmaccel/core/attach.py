@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends import select
-from mmaccel.core.adapter import Branches, ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrap
+from mmaccel.core.adapter import ConfigOnlyModel, ModelAdapter, ModelView, Runner, TokenTree, unwrap
 from mmaccel.core.errors import ModelError, RecipeError, nearest_name, quoted
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import KVState, StreamState
@@ -53,7 +53,7 @@ class StreamModel(ABC):
     layer_devices: list[torch.device]
     turns: FairLock
     can_batch_answers: bool = False  # whether `run_batched_passes` runs answers
-    batched: Hashable | None = None
+    batch_key: Hashable | None = None
     """What models have alike whose units `run_batched_passes` runs as one batch; None: it runs none."""
     text_around_unit: tuple[int, int] = (0, 0)
     """Tokens that `embed_units` puts before and behind the visual tokens of a unit."""
@@ -113,7 +113,7 @@ class StreamModel(ABC):
         hidden: bool = False,
         few: bool = False,
         check: Callable[[], None] | None = None,
-        branches: Branches | None = None,
+        branches: TokenTree | None = None,
         meter: Meter | None = None,
         input_hooks: Mapping[int, Callable[[Tensor], None]] | None = None,
         running: RunningStates | None = None,
@@ -245,7 +245,7 @@ class Accelerated:
 
                 self.context = ContextGroup(context_mesh, recipe, sliding)
                 choice = self.context.agree_on_backend(choice)
-            kernel = select.get(choice.backend, self.view.device)
+            kernel = select.get_op(choice.backend, self.view.device)
             self.attention = AttentionConfig(recipe, choice.backend, kernel, choice=choice, sliding=sliding)
             self._detach: Callable[[], None] | None = None
             self._detach = self.adapter.attach(model, self)
@@ -388,7 +388,7 @@ def stream_attention_config(recipe: Recipe, adapter: StreamModel) -> AttentionCo
         )
         return replace(adapter.attention, recipe=recipe, backend=choice.backend, choice=choice)
     choice, sliding_kernel = choose_backend(recipe, adapter.view), adapter.attention.kernel
-    kernel = select.get(choice.backend, adapter.device)
+    kernel = select.get_op(choice.backend, adapter.device)
     return AttentionConfig(recipe, choice.backend, kernel, choice=choice, sliding_kernel=sliding_kernel)
 
 

@@ -263,7 +263,7 @@ class PositionIds:
         steps = torch.tensor([self._step(slot) for slot in slots[begin:]])
         self._own[begin : len(slots)] = steps.to(self._own.device)
 
-    def unit_time_slot(self, unit: int) -> float:
+    def unit_interval(self, unit: int) -> float:
         """Return when a unit (frame) was shown, as a number of unit intervals of the stream's even rate since unit 0. Units
         without a recorded time count as following the last recorded one at that rate."""
         if self._odd is None:
@@ -271,9 +271,9 @@ class PositionIds:
         last = len(self._slots) - 1
         return self._slots[unit] if unit <= last else self._slots[last] + unit - last
 
-    def time_slot_count(self, count: int) -> int:
+    def interval_count(self, count: int) -> int:
         """Return how many intervals of the even frame rate `count` units span; `count` if the stream has no gaps."""
-        return math.floor(self.unit_time_slot(count - 1)) + 1 if count else 0
+        return math.floor(self.unit_interval(count - 1)) + 1 if count else 0
 
     @property
     def has_even_rate(self) -> bool:
@@ -287,7 +287,7 @@ class PositionIds:
             return self.by_range(first - base, count)
         if not base:
             return self._placed(self._own[first : first + count])
-        steps = [self._step(self.unit_time_slot(unit) - base) for unit in range(first, first + count)]
+        steps = [self._step(self.unit_interval(unit) - base) for unit in range(first, first + count)]
         return self._placed(torch.tensor(steps, dtype=torch.long, device=self._own.device))
 
     def _step(self, slot: float) -> int:
@@ -347,7 +347,7 @@ class PositionIds:
         """Return the largest position of `units` units (frames) and a text token after them. `own`: by the units' times."""
         last = max(units, 1) - 1
         self._upto(last + 1)
-        step = self._step(self.unit_time_slot(last)) if own and self._odd is not None else self._known[last]
+        step = self._step(self.unit_interval(last)) if own and self._odd is not None else self._known[last]
         return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
 
     def last_position(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:

@@ -237,7 +237,7 @@ def measure_device(
     key = select.cost_key(device, shape, (backend,), "rates by layers and slabs")
     found = store.get(key)
     if found is None:
-        kernels = {backend: select.get(backend, device)}
+        kernels = {backend: select.get_op(backend, device)}
         lengths = measure.LENGTHS if cuda else (1024, 2048)
         plan = planning_benchmark(pattern, shape, device) if cuda else None
         attend = measure_costs(device, shape, kernels, plan, lengths=lengths, bench=bench)

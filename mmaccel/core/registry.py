@@ -30,12 +30,12 @@ _FORMER = """
     placed:with_base_dir asks:query_time_fields lookback:max_rollback reach:rollback_limit admits_sparse:allows_sparse
     toll:max_blocks bound:max_blocks_total expected:expected_blocks guess:estimate_blocks plan_of:plan_heads
     stream:open_stream shown:shown_units glance:scoring_layer turn:question_scope enter:begin_pass leave:end_pass
-    seat:write_slot idle:end_ingest between:limit_to_units fit:units_that_fit let_go:forget_old_units
+    seat:new_kv_slot idle:end_ingest between:limit_to_units fit:units_that_fit let_go:forget_old_units
     merge:merge_units waiting:waiting_features seen:seen_tokens ahead:receive_hidden summaries:count_summary_columns
     wrote:record_written lacks:count_dropped at:for_layer left:kept_token_count cut:prune recall:recalled_columns
     watch:open_stream notes:report_notes bind:for_model finish_intake:end_ingest take_hidden:receive_hidden
     note_written:record_written note_shown_columns:record_shown_columns note_listed_rows:record_sparse_rows
-    on_stream:for_stream
+    on_stream:for_stream write_slot:new_kv_slot write_slot_per_layer:new_kv_slots
     stages:pruning_stages choose:choose_candidates score:score_candidates parts:build_plan_parts groups:modality_groups
     probe:target_prefill_probe observe:observe_committed reorder:select_sequences for_layers:for_layer_share
     buffers:layer_buffers check:check_target pruner:prompt_pruner context:searched_prompt_length

@@ -114,7 +114,7 @@ class DraftRounds:
     def record_draft_end(self, counters: dict[str, float], notes: list[str]) -> None:
         """Record the counters and notes of one sequence's draft, at the end of the sequence."""
 
-    def figures(self) -> dict[str, Any]:
+    def draft_statistics(self) -> dict[str, Any]:
         """Return the draft statistics in the form of `Report.draft`."""
         told = {"rounds": len(self.lengths), "proposed": sum(self.windows), "accepted": sum(self.lengths)}
         names = ("target_steps", "lengths", "windows", "failed", "wait_s")
@@ -148,9 +148,9 @@ class SequenceMeter(DraftRounds):
         self.new_tokens += count
         self.whole.count_tokens(max(0, self.new_tokens - self.whole.new_tokens))
 
-    def figures(self) -> dict[str, Any]:
+    def draft_statistics(self) -> dict[str, Any]:
         names = ("counters", "notes", "new_tokens", "kv")
-        return super().figures() | {name: copy(getattr(self, name)) for name in names}
+        return super().draft_statistics() | {name: copy(getattr(self, name)) for name in names}
 
 
 @dataclass
@@ -300,10 +300,10 @@ class Meter(DraftRounds):
             tokens_per_s=rate,
             peak_bytes=peak_bytes(device),
             draft={
-                **self.figures(),
+                **self.draft_statistics(),
                 "notes": list(only.notes),
                 "counters": dict(only.counters),
-                "sequences": [sequence.figures() for sequence in self.sequences],
+                "sequences": [sequence.draft_statistics() for sequence in self.sequences],
             },
             kv=kv,
             backend_why=why,

@@ -23,7 +23,7 @@ from mmaccel.media.sampling import (
     half_tick,
     log_sampling_gaps,
     make_times_increasing,
-    nearest_items,
+    pick_nearest,
     sampling_times,
 )
 from mmaccel.media.video import FrameConverter, Gaps, Progress, Video, stack_frames
@@ -190,7 +190,7 @@ def _by_rate(
     if total is not None and end is not None and most is not None and total > most:
         fps, total = most / (end - start), most
     times = sampling_times(start, fps, stop)
-    each = nearest_items(source.frames(start), times, source.seek, source.frame_end_time, half_tick(fps))
+    each = pick_nearest(source.frames(start), times, source.seek, source.frame_end_time, half_tick(fps))
     if most is not None and total == most:
         # A length that is rounded down should not cost every second frame.
         each = drop_item_if_last(each, most)
@@ -256,10 +256,10 @@ def _by_number(
     numbers, rate = evenly_spaced_frames(total, keep), keep / total * source.rate
     if times is not None:
         targets = [times[number] for number in numbers]
-        kept = nearest_items(source.frames(targets[0]), targets, source.seek, source.frame_end_time)
+        kept = pick_nearest(source.frames(targets[0]), targets, source.seek, source.frame_end_time)
         return ReadingPlan(((time, time, frame) for time, frame in kept), keep, rate, missing, slack)
     numbered = ((float(number), pair) for number, pair in enumerate(source.frames()))
-    pairs = (pair for _, pair in nearest_items(numbered, map(float, numbers)))
+    pairs = (pair for _, pair in pick_nearest(numbered, map(float, numbers)))
     return ReadingPlan(((time, time, frame) for time, frame in pairs), keep, rate)
 
 

@@ -50,7 +50,7 @@ def sampling_times(start: float, fps: float, stop: float | None = None) -> Itera
     return times if stop is None else itertools.takewhile(lambda time: time < stop, times)
 
 
-def nearest_items(
+def pick_nearest(
     stream: Iterable[tuple[float, Item]],
     targets: Iterable[float],
     jump: Callable[[float, float], None] | None = None,

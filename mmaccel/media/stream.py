@@ -20,7 +20,7 @@ from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.address import Pipe, has_no_writer, is_file, is_pipe, is_url, local_path, wait_for_data
 from mmaccel.media.container import Source
 from mmaccel.media.reader import ReadingPlan, check_read_arguments, warn_of_lost_frames, warn_of_shrinking
-from mmaccel.media.sampling import TIE, EventLog, half_tick, log_sampling_gaps, nearest_items, sampling_times
+from mmaccel.media.sampling import TIE, EventLog, half_tick, log_sampling_gaps, pick_nearest, sampling_times
 from mmaccel.media.video import Event, FrameConverter, Gaps, Progress, Video, stack_frames
 
 AHEAD = 8
@@ -231,7 +231,7 @@ class _Reading:
             with ExitStack() as stack:
                 self.source = source = self._open(stack, queue)
                 frames = itertools.takewhile(lambda _: not queue.closed, source.frames())
-                each = nearest_items(
+                each = pick_nearest(
                     frames,
                     sampling_times(0.0, self.fps),
                     source.seek,

@@ -183,7 +183,7 @@ def attention_weights(
         unseen = (unseen | ~valid[:, None] | ~valid[:, -rows:, None])[:, None]
     if (
         run.images is not None
-        and (images := run.images.in_new_columns(layer, run.start, run.layout)) is not None
+        and (images := run.images.find_new_images(layer, run.start, run.layout)) is not None
     ):
         unseen = images.unmask_image_pairs(unseen.expand(len(query), 1, rows, -1), at)
     heads = query.to(value.dtype).unflatten(1, (key.shape[1], -1))
@@ -320,7 +320,7 @@ class KVCache(Cache):
         return self.state.length() + int(query_length), 0
 
     @contextmanager
-    def at_work(self, ticket: Tensor | None = None) -> Iterator[None]:
+    def allow_append(self, ticket: Tensor | None = None) -> Iterator[None]:
         """Context in which the model's layers may append to this cache; outside of it they raise `ModelError`. Compiled
         layers need the `ticket` of the pass that appends (`issue_pass_ticket`)."""
         self.door.open, self.door.ticket = True, ticket

@@ -34,7 +34,7 @@ class CacheTable:
         self._written: dict[Hashable, list[ref[Tensor]]] = {}
 
     @contextmanager
-    def locate(
+    def write_addresses(
         self, replays: CudaGraphCache, name: Hashable, layers: Sequence[Sequence[CacheSlot]], seats: int
     ) -> Iterator[list[SeparateKVCaches]]:
         """Context that writes the addresses of KV caches into the table `name`, and gives for each layer the

@@ -20,7 +20,7 @@ FRAMES = 2
 
 class CapturedVisionTower:
     """Runs the vision tower on one or two frames as one CUDA graph, since launching so little work takes the host longer
-    than the device computes. For families whose tower needs nothing but pixels (`Family.pixels_alone`)."""
+    than the device computes. For families whose tower needs nothing but pixels (`Family.needs_only_pixels`)."""
 
     def __init__(self, model: nn.Module, family: Any) -> None:
         self._model, self._family, self._replays = model, family, CudaGraphCache(home_device(model))
@@ -30,7 +30,7 @@ class CapturedVisionTower:
         """Return what `Family.encode_frames` returns for `inputs`; None where the graph cannot be used: more frames, hooks,
         autocast, a tower on another device, or modules whose `forward` was replaced."""
         ((name, pixels), *more), family = inputs.items(), self._family
-        if more or not family.pixels_alone or math.prod(pixels.shape[:-3]) > FRAMES:
+        if more or not family.needs_only_pixels or math.prod(pixels.shape[:-3]) > FRAMES:
             return None
         text, multimodal = family.text_model(self._model), family.multimodal(self._model)
         device = pixels.device
@@ -44,7 +44,7 @@ class CapturedVisionTower:
         # Not in `roots`: weights of the model itself, such as the newline's.
         own = tuple(weight.data_ptr() for weight in multimodal.parameters(recurse=False))
         config: Any = multimodal.config
-        self._replays.set_data_place((self._watched, own, config.vision_config._attn_implementation))
+        self._replays.drop_if_moved((self._watched, own, config.vision_config._attn_implementation))
         room = self._replays.get_buffer("pixels", tuple(pixels.shape), pixels.dtype).copy_(pixels)
         told = partial(family.encode_frames, self._model, {name: room})
         (rows,) = self._replays("tower", lambda: (told(),), at=(pixels.shape, pixels.dtype), lasting=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops.layer_ops import WINDOW, SeparateKVCaches
-from mmaccel.core.adapter import Branches
+from mmaccel.core.adapter import TokenTree
 from mmaccel.core.attach import attached
 from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.errors import ModelError
@@ -157,7 +157,7 @@ class DeviceDecodeStep:
         held: int,
         count: int,
         width: int,
-        branches: Branches | None,
+        branches: TokenTree | None,
         carried: tuple[StateSlots, tuple[int, ...]] | None = None,
     ) -> Tensor:
         """Run these layers on `count` rows, padded to `width`, after `held` cached tokens; `given` holds ids [1, count] or
@@ -204,7 +204,7 @@ class SequenceDecodeSteps:
         self._laid: Any = None
         self._state_slots: StateSlots | None = None
 
-    def padded_row_count(self, count: int, branches: Branches | None) -> int | None:
+    def padded_row_count(self, count: int, branches: TokenTree | None) -> int | None:
         """Return the number of rows to which a step of `count` rows is padded; None if no graph is that wide, or if the
         draft tree does not fit the 64-bit mask of `decode_attend`."""
         width = next((rows for rows in self.rows if rows >= count), None)
@@ -217,7 +217,7 @@ class SequenceDecodeSteps:
         delta: int,
         ids: Tensor,
         width: int,
-        branches: Branches | None = None,
+        branches: TokenTree | None = None,
         carried: Sequence[RecurrentCacheLayer] = (),
     ) -> Tensor:
         """Logits [1, n, V] of `ids` [1, n] after the columns of `state`, which are `delta` behind their positions, and of
@@ -332,7 +332,7 @@ def final_norm_and_lm_head(model: nn.Module, family: Any) -> tuple[Any, Weights]
     return as_standard_rms_norm(family.text_model(model).norm, family), gather_linear_weights(head)
 
 
-def _words(branches: Branches, width: int) -> Tensor:
+def _words(branches: TokenTree, width: int) -> Tensor:
     """[width] long, on the host: what each row sees of the last columns; rows of padding see all."""
     n, m = branches.sees.shape
     bits = torch.ones(width, WINDOW, dtype=torch.bool)

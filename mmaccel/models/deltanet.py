@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mmaccel.backends.ops import delta, layer_ops
 from mmaccel.models.install import Hooks
 from mmaccel.models.modules import rebind_function
-from mmaccel.models.recurrent import hook_inputs
+from mmaccel.models.recurrent import add_input_hooks
 
 PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 """Arguments of a forward that tell the ends of sequences which lie in one row."""
@@ -21,7 +21,7 @@ def hook_deltanet(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
     """Make Gated DeltaNet `modules` record their input, by which they are rolled back, and compute their convolution with
     its SiLU, and their gated norm, by one kernel each."""
     some: list[Any] = list(modules)
-    hook_inputs(hooks, some)
+    add_input_hooks(hooks, some)
     rebind_function(hooks, some, "causal_conv1d_fn", _convolved)
     for module in some:
         hooks.wrap(module.norm, "forward", _gated_norm, module.norm)

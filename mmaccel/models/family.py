@@ -65,7 +65,7 @@ class Family(ModelFamily):
     tiny                    model type -> configuration of a tiny test model (`tiny.py`)
     mixes_modalities        whether one prompt may hold both images and videos
     stamped                 whether prompts write text, such as a time, before and after each frame, by `text_around_frame`
-    pixels_alone            whether the vision tower needs pixels and no host work, so that CUDA graphs can capture it
+    needs_only_pixels            whether the vision tower needs pixels and no host work, so that CUDA graphs can capture it
     """
 
     mrope: ClassVar[bool] = False
@@ -85,8 +85,8 @@ class Family(ModelFamily):
     replaced_methods: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     mixes_modalities: ClassVar[bool] = True
-    stamped: ClassVar[bool] = False
-    pixels_alone: ClassVar[bool] = False
+    has_frame_text: ClassVar[bool] = False
+    needs_only_pixels: ClassVar[bool] = False
     split_images: ClassVar[Any] = None  # where frames come as images: see `generic.py`
 
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
@@ -116,7 +116,7 @@ class Family(ModelFamily):
     def stream_adapter(self, model: nn.Module, processor: Any) -> StreamAdapter:
         from mmaccel.models import stream, units
 
-        kind = units.TimestampedStreamAdapter if self.stamped else stream.HFStreamAdapter
+        kind = units.TimestampedStreamAdapter if self.has_frame_text else stream.HFStreamAdapter
         return kind(unwrap(model), self, processor)
 
     def causal_lm(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:

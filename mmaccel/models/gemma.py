@@ -38,7 +38,7 @@ class Gemma3(GenericFamily):
     max_token_type: ClassVar[int] = 1
     """The largest value of `token_types`: 1 for images, 2 for videos where the model tells them apart."""
     rotate_function = ""
-    stamped = False
+    has_frame_text = False
     centred_norms = frozenset({"Gemma3RMSNorm"})
     decoder_layers = rms_norms = gated_mlps = frozenset[str]()
     unable: ClassVar[Mapping[str, str]] = {

@@ -190,7 +190,7 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
             lasts = caches and (
                 given or bool(attachment.get_generate_option("return_dict_in_generate", kwargs))
             )
-            with cache.at_work() if streams and cache is not None else nullcontext():
+            with cache.exclusive_call() if streams and cache is not None else nullcontext():
                 out = drafting.generate(attachment, kwargs, lasts and (draft or streams))
                 return _noted(cache, out, whole, read)
         if not is_argument_set(attachment, "num_beams", kwargs):

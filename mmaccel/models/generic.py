@@ -24,7 +24,7 @@ from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family
 from mmaccel.models.intern_tower import InternTowerReader
-from mmaccel.models.prompt_layout import PIXELS, WIDE, ByFrame, Grid, Inputs, Words, is_nonempty, timestamp
+from mmaccel.models.prompt_layout import PIXELS, WIDE, ByFrame, Grid, Inputs, Words, format_time, is_nonempty
 
 GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 NEAR = 24
@@ -53,7 +53,7 @@ _AROUND_FRAME: dict[str, Callable[[int, float], tuple[Words, Words]]] = {
         ],
         ["<fake_token_around_image>"],
     ),
-    "video_llama_3": lambda frame, time: (["," * (frame > 0) + f"Time {timestamp(time)}s:"], ()),
+    "video_llama_3": lambda frame, time: (["," * (frame > 0) + f"Time {format_time(time)}s:"], ()),
 }
 """What a processor writes beside a frame, of the number of the frame and its time in seconds."""
 
@@ -79,7 +79,7 @@ class GenericFamily(Family):
         "smolvlm",
         "video_llama_3",
     )
-    stamped = True
+    has_frame_text = True
     decoder_layers = frozenset({f"{text}DecoderLayer" for text in _TEXTS})
     rms_norms = frozenset({f"{text}RMSNorm" for text in _TEXTS})
     gated_mlps = frozenset({f"{text}MLP" for text in _TEXTS})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
-from mmaccel.models.prompt_layout import WIDE, ProcessorSpec, Words, timestamp
+from mmaccel.models.prompt_layout import WIDE, ProcessorSpec, Words, format_time
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import BEGIN, END, IMG, MROPE, TEXT, TOWER, VID
 
@@ -42,7 +42,7 @@ class Glm4V(Qwen25VL):
     rms_norms = frozenset({"Glm4vRMSNorm", "Glm4vMoeRMSNorm"})
     gated_mlps = frozenset()
     rotate_function, adjacent_rotary = "", True
-    stamped = True
+    has_frame_text = True
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "glm4v": {"text_config": _TEXT, "vision_config": _VISION, **_ASIDE},
         "glm46v": {
@@ -73,9 +73,9 @@ class Glm4V(Qwen25VL):
     def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
         """Return the pieces (texts, token ids) that a prompt has before and after the unit that begins with frame number
         `frame` and whose frames are shown at `seconds`."""
-        # GLM-4.6V has seconds as `timestamp` writes them from 100 s on, the others whole ones, with fewer figures.
+        # GLM-4.6V has seconds as `format_time` writes them from 100 s on, the others whole ones, with fewer figures.
         whole = config.model_type != "glm46v"
-        time = f"{int(seconds[0]) % 10**WIDE:0{WIDE}d}" if whole else f"{timestamp(seconds[0])} seconds"
+        time = f"{int(seconds[0]) % 10**WIDE:0{WIDE}d}" if whole else f"{format_time(seconds[0])} seconds"
         return [config.image_start_token_id], [config.image_end_token_id, time]
 
     def token_modalities(self, config: Any, ids: Tensor) -> Tensor:

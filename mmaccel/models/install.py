@@ -166,7 +166,7 @@ class ModelReadWriteLock:
         `attaching` is over, or because it belongs to a generation that began before, or may be what such a one waits for."""
         me = threading.get_ident()
         with self._state:
-            while me not in self._inside and (attaching is None or not attaching.over):
+            while me not in self._inside and (attaching is None or not attaching.is_detached):
                 if self._alone is None:
                     break
                 if self._alone == me or (self._ends and _call_of(sys._getframe(), self._ends, {"generate"})):
@@ -182,7 +182,7 @@ class ModelReadWriteLock:
                     return False
                 if let_in:
                     break
-            if attaching is not None and attaching.over and me not in self._inside:
+            if attaching is not None and attaching.is_detached and me not in self._inside:
                 return False
             call, depth = self._inside.get(me, (object(), 0))
             self._inside[me] = call, depth + 1
@@ -274,7 +274,7 @@ class ModelReadWriteLock:
         for thread, frame in current_stack_frames().items():
             attaching = self._waiting.get(thread)
             # Whether it waits to enter, and goes on waiting if it is woken now.
-            waits = thread in self._waiting and not (attaching and attaching.over)
+            waits = thread in self._waiting and not (attaching and attaching.is_detached)
             waits = waits and thread not in self._let_in and not _call_of(frame, self._ends, {"generate"})
             if thread == threading.get_ident() or waits:
                 continue
@@ -297,7 +297,7 @@ class ModelReadWriteLock:
     def attached_recipe(self) -> AttachmentBase | None:
         """The `AttachmentBase` (the attached recipe) of the model, or None."""
         attaching = self.last()
-        return None if attaching is None or attaching.over else attaching
+        return None if attaching is None or attaching.is_detached else attaching
 
 
 _shared: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
@@ -331,7 +331,7 @@ class AttachmentBase:
 
     def __init__(self, model: nn.Module, gate: ModelReadWriteLock) -> None:
         self.model, self.gate = model, gate
-        self.over = False
+        self.is_detached = False
         self.hooks = Hooks()
 
     def attach(self, change: Callable[[], None]) -> None:
@@ -347,14 +347,14 @@ class AttachmentBase:
             try:
                 change()
             except BaseException:
-                self.over = True
+                self.is_detached = True
                 self.hooks.close()
                 raise
 
     def remove(self) -> None:
         """Restore the model once running calls have ended; a second call does nothing."""
         with self.gate.exclusive_access("detach"):
-            self.over = True
+            self.is_detached = True
             self.hooks.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -55,7 +55,7 @@ class CharProcessor(Processor):
         (frames,) = videos
         ids, made = self._made(frames)
         shown = torch.tensor([ids])
-        if not self.family.stamped:
+        if not self.family.has_frame_text:
             # The words around a video are of the template, and none stand between its frames.
             visual = self.family.token_modalities(self.config, shown)[0].nonzero()[:, 0]
             shown = shown[:, visual[0] : visual[-1] + 1]

@@ -182,7 +182,7 @@ class LlavaOnevision(Family):
         )
     }
     vision_tower_reader = LlavaVisionScorer
-    pixels_alone = True
+    needs_only_pixels = True
     decoder_layers = frozenset({"Qwen2DecoderLayer"})
     rms_norms = frozenset({"Qwen2RMSNorm"})
     gated_mlps = frozenset({"Qwen2MLP"})

@@ -44,7 +44,7 @@ def resolve_model_name(name: str | Path) -> str:
     """
     text = str(name)
     if text in shipped.NAMES:
-        return str(shipped.model_folder(text))
+        return str(shipped.tiny_model_folder(text))
     if Path(text).exists():
         return text
     if text.startswith(("/", ".", "~")) or text.count("/") > 1:

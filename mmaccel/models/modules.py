@@ -187,13 +187,13 @@ def _wants_gradients(*tensors: Tensor) -> bool:
 
 
 @contextmanager
-def tower_batched(family: Any, model: nn.Module, fuse: bool = True) -> Iterator[None]:
+def batched_tower(family: Any, model: nn.Module, fuse: bool = True) -> Iterator[None]:
     """Context in which a model's vision tower is set up as by `install_batched_tower`. Contexts of several threads may
     overlap."""
     inner, given = family.multimodal(model), {"family": family, "model": model}
     fused = shared_hooks(inner, "fused", functools.partial(fuse_tower, **given)) if fuse else nullcontext()
     with (
-        shared_hooks(inner, "tower_batched", functools.partial(install_batched_tower, fuse=False, **given)),
+        shared_hooks(inner, "batched_tower", functools.partial(install_batched_tower, fuse=False, **given)),
         fused,
     ):
         yield
@@ -240,11 +240,11 @@ def _encode(
     trained = torch.is_grad_enabled() and any(p.requires_grad for one in outside for p in one.parameters())
     if states or trained or given.get("return_dict") is False or not bare.isdisjoint(WHOLE):
         return whole(*args, **kwargs)
-    return joined(family, model, kind, whole, name, given, most, context.run_each if context else map)
+    return joined(family, model, kind, whole, name, given, most, context.run_sharded if context else map)
 
 
 def _joined(
-    family: Any, model: Any, kind: int, whole: Any, pixels: str, given: Any, most: int, run_each: Any
+    family: Any, model: Any, kind: int, whole: Any, pixels: str, given: Any, most: int, run_sharded: Any
 ) -> Any:
     """What `whole` gives of all that is `given`, from what it gives of parts of the argument `pixels`."""
     made: list[Any] = []
@@ -255,7 +255,7 @@ def _joined(
 
     others = {name: x for name, x in given.items() if name != pixels}
     joined = family.encode_pixels(
-        model, kind, given[pixels], others, most, functools.partial(run_each, encode)
+        model, kind, given[pixels], others, most, functools.partial(run_sharded, encode)
     )
     return type(made[0])(**deepstack.split_tower_deepstack(joined, made[0]))
 

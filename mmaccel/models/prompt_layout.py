@@ -140,7 +140,7 @@ class ProcessorSpec:
     budget: VideoBudget = VideoBudget()
 
 
-def timestamp(time: float) -> str:
+def format_time(time: float) -> str:
     """Format a time in exactly `WIDE` characters: from 100 to 999.9 s with one decimal, as processors write it; shorter
     times with more decimals, longer ones with none. From 100,000 s on it restarts at 0."""
     time %= 10**WIDE

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Branches, ModelView, Runner
+from mmaccel.core.adapter import ModelView, Runner, TokenTree
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.decoding.watching import DraftStreamSettings
 from mmaccel.core.errors import ModelError
@@ -167,7 +167,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
         mine = layout.segment[0] == self._video
         columns = mine.nonzero()[:, 0]
         begin, stop = int(columns[0]), int(columns[-1]) + 1
-        if self.family.stamped:
+        if self.family.has_frame_text:
             self._part, words, (start, end) = units.find_longest_evenly_spaced_run(layout, mine)
             self.text_around_unit = words, 0
             if words:
@@ -359,7 +359,7 @@ class PromptStreamRunner(Runner):
         """Return a stopping criterion at the model's last position, for the answer to a prompt of `read` tokens."""
         return MaxPositionCriteria(torch.tensor([read + self._at_work().tokens_left]), self._positions, True)
 
-    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+    def step(self, ids: Tensor, branches: TokenTree | None = None) -> Tensor:
         with self._plainly():
             return self._at_work().step(ids, branches)
 

@@ -130,7 +130,7 @@ class PrefillTokenPruning:
         columns = state.held_indices(len(state.kept) - 1, count) if prompt else None
         if columns is not None:
             for one in kwargs["past_key_values"].states.values():
-                one.count_dropped(count)
+                one.set_prompt_length(count)
             short = out.last_hidden_state
             whole = short.new_zeros(1, count, short.shape[-1])
             out.last_hidden_state = whole.index_copy(1, columns, short)

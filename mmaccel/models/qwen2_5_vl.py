@@ -180,7 +180,7 @@ class Qwen25VL(Family):
         merge = model.config.vision_config.spatial_merge_size  # type: ignore[union-attr]
 
         def read(kind: int) -> list[Grid]:
-            thw, apart = inputs.get(_GRIDS[kind]), kind == VIDEO and self.stamped
+            thw, apart = inputs.get(_GRIDS[kind]), kind == VIDEO and self.has_frame_text
             rows = () if thw is None else thw.tolist()
             pixels, patches = inputs.get(PIXELS[kind]), sum(math.prod(row) for row in rows)
             # The tower takes patches under more axes too, as of a loader of data that adds one.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import home_device
 from mmaccel.core.registry import register
 from mmaccel.models import deepstack
-from mmaccel.models.prompt_layout import Inputs, ProcessorSpec, Words, timestamp
+from mmaccel.models.prompt_layout import Inputs, ProcessorSpec, Words, format_time
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import ASIDE, BEGIN, END, MROPE, TEXT, TOWER
 
@@ -27,7 +27,7 @@ class Qwen3VL(Qwen25VL):
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     extra_inputs = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})
     processors: ClassVar[Mapping[str, ProcessorSpec]] = {}
-    stamped = True
+    has_frame_text = True
     decoder_layers = frozenset({"Qwen3VLTextDecoderLayer", "Qwen3VLMoeTextDecoderLayer"})
     rms_norms = frozenset({"Qwen3VLTextRMSNorm", "Qwen3VLMoeTextRMSNorm"})
     gated_mlps = frozenset({"Qwen3VLTextMLP", "Qwen3VLMoeTextMLP"})
@@ -47,7 +47,7 @@ class Qwen3VL(Qwen25VL):
     def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
         """Return the pieces (texts, token ids) that a prompt has before and after the unit that begins with frame number
         `frame` and whose frames are shown at `seconds`."""
-        time = timestamp((seconds[0] + seconds[-1]) / 2)
+        time = format_time((seconds[0] + seconds[-1]) / 2)
         return [f"<{time} seconds>", config.vision_start_token_id], [config.vision_end_token_id]
 
     def encode_frames(self, model: nn.Module, inputs: Inputs) -> Tensor:

@@ -141,7 +141,7 @@ def device_rates_of(name: str, sizes: rates.ModelSizes, **how: Any) -> rates.Dev
     if name in rates.DEVICES:
         # Their pairs are of heads of 128.
         known = rates.DEVICES[name]
-        return replace(known, attend=known.attend.scaled(sizes.head_dim / 128))
+        return replace(known, attend=known.attend.scale_attention(sizes.head_dim / 128))
     try:
         place = loading.check_device(name, "--device")
     except ModelError as error:

@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from mmaccel.backends.ops.delta import deltanet_rows
 from mmaccel.backends.ops.layer_ops import WINDOW
-from mmaccel.core.adapter import Branches
+from mmaccel.core.adapter import TokenTree
 from mmaccel.core.errors import ModelError
 from mmaccel.models import install
 from mmaccel.models.install import Hooks, shared_hooks
@@ -43,10 +43,10 @@ Mark = tuple[int, tuple[Tensor, Tensor] | None]
 """A layer's state after so many columns: of its convolution and the recurrent one; None: of no columns."""
 
 Copies = list[tuple[Tensor, Tensor]]
-"""(To, from) of copies that are to be made together, by `copy_by_dtype`."""
+"""(To, from) of copies that are to be made together, by `copy_tensors`."""
 
 
-def copy_by_dtype(copies: Copies) -> None:
+def copy_tensors(copies: Copies) -> None:
     """Make `copies`, pairs (to, from), with one kernel launch for each dtype and device."""
     some: dict[tuple[torch.dtype, torch.device], Copies] = {}
     for pair in copies:
@@ -81,9 +81,9 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         self._slot, self._entered, self._base, self._lag = (0, 0), 0, 0, 0
         self._copies: list[tuple[int, Tensor]] = []  # of the state in the slot, after so many columns
 
-    def enter_slot(self, slots: StateSlots, layer: int, number: int) -> Copies:
+    def move_into_slot(self, slots: StateSlots, layer: int, number: int) -> Copies:
         """Move the state into slot `number` of `slots`, as layer `layer`; return the copies that the caller must make."""
-        self.leave_slot()
+        self.move_out_of_slot()
         self.slots, self._slot, self._base = slots, (layer, number), self.length
         self._entered = self.length
         journal, state = self._room()
@@ -119,7 +119,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
             self._base, kept = self._copies[-1]  # made before the step ran
             self._room()[1].copy_(kept)
 
-    def leave_slot(self) -> None:
+    def move_out_of_slot(self) -> None:
         """Free the slot, if there is one: apply the journal's remaining rows and move the state back to this layer."""
         if self.slots is None:
             return
@@ -147,7 +147,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         count = rows.shape[1]
         if self._again:
             return
-        self.leave_slot()
+        self.move_out_of_slot()
         if count > REACH:
             # A prompt: there is no way back into it.
             self._marks = []
@@ -157,10 +157,10 @@ class RecurrentCacheLayer(LinearAttentionLayer):
             self._marks[-1].rows.append(rows.detach())
         self.length += count
 
-    def expand_tree_paths(self, rows: Tensor, branches: Branches) -> tuple[Tensor, TreePaths]:
+    def expand_tree_paths(self, rows: Tensor, branches: TokenTree) -> tuple[Tensor, TreePaths]:
         """Record the next input `rows` [1, n, E] of a draft tree; return the tree's paths as a batch [b, L, E], and the
         cache with which the layer runs them from the state before the tree."""
-        self.leave_slot()
+        self.move_out_of_slot()
         self._tree.append(rows.detach())
         self.length += rows.shape[1]
         paths = TreePaths(self, branches)
@@ -177,20 +177,20 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         cache.branches = None
         self.module(hidden_states=rows, cache_params=cache, attention_mask=None)
 
-    def count_dropped(self, length: int) -> None:
+    def set_prompt_length(self, length: int) -> None:
         """Set `length` to the whole prompt's, after a pruner gave the layer fewer rows; forget earlier checkpoints."""
         self.length, self._marks = length, []
 
-    def checkpoint_before_step(self) -> Mark:
+    def checkpoint_without_copy(self) -> Mark:
         """Return the length and the recurrent state as `checkpoint` does, but not a copy: the next rows overwrite it."""
-        self.leave_slot()
+        self.move_out_of_slot()
         if not self.has_previous_state[0]:
             return self.length, None
         return self.length, (self.conv_states[0], self.recurrent_states[0])  # type: ignore[return-value]
 
     def checkpoint(self) -> Mark:
         """Return the length and a copy of the recurrent state, to which `restore` can return at any later time."""
-        length, state = self.checkpoint_before_step()
+        length, state = self.checkpoint_without_copy()
         return length, state and (state[0].clone(), state[1].clone())
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -226,7 +226,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         if mark.state is None:
             super().reset()
         else:
-            copy_by_dtype([*zip((self.conv_states[0], self.recurrent_states[0]), mark.state, strict=True)])  # type: ignore[list-item]
+            copy_tensors([*zip((self.conv_states[0], self.recurrent_states[0]), mark.state, strict=True)])  # type: ignore[list-item]
         if rows.shape[1]:
             self._again = True
             try:
@@ -234,9 +234,9 @@ class RecurrentCacheLayer(LinearAttentionLayer):
             finally:
                 self._again = False
 
-    def begin_fork(self, other: RecurrentCacheLayer) -> Copies:
+    def prepare_copy(self, other: RecurrentCacheLayer) -> Copies:
         """Prepare `other`, a new cache layer of the same module, as a copy; return the copies that the caller must make."""
-        self.leave_slot()
+        self.move_out_of_slot()
         other.length, other.has_previous_state[0] = self.length, self.has_previous_state[0]
         if not self.has_previous_state[0]:
             return []
@@ -248,9 +248,9 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         return [*zip(made, held, strict=True)]
 
     def restore(self, mark: Mark) -> None:
-        copy_by_dtype(self.begin_restore(mark))
+        copy_tensors(self.prepare_restore(mark))
 
-    def begin_restore(self, mark: Mark) -> Copies:
+    def prepare_restore(self, mark: Mark) -> Copies:
         """Set the length to that of the checkpoint `mark`; return the copies into this layer's tensors that the caller must
         make. A layer without tensors may take those of `mark`."""
         self.length, state = mark
@@ -268,7 +268,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         self.length, self._marks, self._tree, self.slots = 0, [], [], None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.leave_slot()
+        self.move_out_of_slot()
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         for mark in self._marks:
             mark.rows = [rows[beam_idx.to(rows.device)] for rows in mark.rows]
@@ -307,8 +307,8 @@ class StateSlots:
             number = next((n for n, one in enumerate(held) if one is None or one.slots is not self), None)
             number = self._grown() if number is None else number
             self.owners[number] = ref(layers[0])
-            made = (one.enter_slot(self, layer, number) for layer, one in enumerate(layers))
-            copy_by_dtype([pair for some in made for pair in some])
+            made = (one.move_into_slot(self, layer, number) for layer, one in enumerate(layers))
+            copy_tensors([pair for some in made for pair in some])
         (told,) = {one.begin_step(count) for one in layers}
         return told
 
@@ -368,7 +368,7 @@ def record_input_hook(
     return (), {**kwargs, "hidden_states": spread, "cache_params": paths, "attention_mask": None}
 
 
-def hook_inputs(hooks: Hooks, modules: Collection[nn.Module]) -> None:
+def add_input_hooks(hooks: Hooks, modules: Collection[nn.Module]) -> None:
     """Install the hooks `record_input_hook` and `gather_tree_outputs_hook` on Gated DeltaNet `modules`."""
     for module in modules:
         hooks.add_pre_hook(module, record_input_hook)
@@ -382,7 +382,7 @@ def make_rollback_cache(model: nn.Module, states: Mapping[int, nn.Module]) -> An
     for number, state in cache.states.items():
         cache.layers[number] = state
     heard = ExitStack()
-    heard.enter_context(shared_hooks(model, "noted", lambda hooks: hook_inputs(hooks, states.values())))
+    heard.enter_context(shared_hooks(model, "noted", lambda hooks: add_input_hooks(hooks, states.values())))
     finalize(cache, close_hooks_in_finalizer, heard.close).atexit = False
     return cache
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Branches, Columns, Runner
+from mmaccel.core.adapter import Columns, Runner, TokenTree
 from mmaccel.core.attach import attached
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, TokenLayout
@@ -21,7 +21,7 @@ from mmaccel.core.prefill.prune import NOTE, ForwardPassInfo, ForwardProbe
 from mmaccel.core.registry import DEFAULTS, registry
 from mmaccel.models import decode, deepstack
 from mmaccel.models.install import Hooks
-from mmaccel.models.modules import tower_batched
+from mmaccel.models.modules import batched_tower
 from mmaccel.models.prompt_layout import Inputs, remove_padding, slice_inputs
 
 
@@ -86,7 +86,7 @@ class HFRunner(Runner):
         if probes or attached(self.model) is not None:
             inputs[NOTE] = ForwardPassInfo(probes=tuple(probes), last_only=True)
         shown = self.family.given_modalities(inputs)
-        with tower_batched(self.family, self.model) if shown else nullcontext():
+        with batched_tower(self.family, self.model) if shown else nullcontext():
             return self._read(positions, **inputs)
 
     def _prompt(self, inputs: Inputs, start: int) -> tuple[dict[str, Any], Tensor]:
@@ -118,7 +118,7 @@ class HFRunner(Runner):
             raise ModelError(
                 "prune: an accelerated model cannot be its own pruned draft; load the draft apart."
             )
-        with tower_batched(self.family, self.model):
+        with batched_tower(self.family, self.model):
             entering = self.family.forward_inputs(self.model, inputs)
         if self._whole is not None:
             entering = deepstack.concatenate_prompt_embeds(self._whole[0], entering)
@@ -143,7 +143,7 @@ class HFRunner(Runner):
             return self._read(positions, inputs_embeds=embeds)
 
     @torch.no_grad()
-    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+    def step(self, ids: Tensor, branches: TokenTree | None = None) -> Tensor:
         self._last = count = ids.shape[1]
         self.laid = None
         states = getattr(self.cache, "states", {})

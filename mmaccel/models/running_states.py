@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.streams.parts import RunningStates
-from mmaccel.models.recurrent import RecurrentCacheLayer, copy_by_dtype
+from mmaccel.models.recurrent import RecurrentCacheLayer, copy_tensors
 
 NAMES = "running conv", "running state"
 """Of the two parts of a state, where it is saved."""
@@ -27,16 +27,16 @@ class StreamRecurrentStates(RunningStates):
         other = StreamRecurrentStates(
             self._passes, {number: one.module for number, one in self.states.items()}
         )
-        made = (one.begin_fork(other.states[number]) for number, one in self.states.items())
-        copy_by_dtype([pair for some in made for pair in some])
+        made = (one.prepare_copy(other.states[number]) for number, one in self.states.items())
+        copy_tensors([pair for some in made for pair in some])
         return other
 
     def restore(self, fork: StreamRecurrentStates) -> None:
         made = (
-            one.begin_restore(fork.states[number].checkpoint_before_step())
+            one.prepare_restore(fork.states[number].checkpoint_without_copy())
             for number, one in self.states.items()
         )
-        copy_by_dtype([pair for some in made for pair in some])
+        copy_tensors([pair for some in made for pair in some])
 
     def undo_rows(self, count: int) -> None:
         with self._passes.hold_model():

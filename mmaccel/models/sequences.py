@@ -105,7 +105,7 @@ class StreamCache(Cache):
         self.read_sparsely = False
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def exclusive_call(self) -> Iterator[None]:
         """Context of a call on this cache; raises `ModelError` if another call is running."""
         if not self._call.acquire(blocking=False):
             raise ModelError("past_key_values: another call is at work on it; wait until that has ended.")
@@ -116,7 +116,7 @@ class StreamCache(Cache):
 
     def close(self) -> None:
         """Free the memory; a second call does nothing. Raises `ModelError` while a call is running on it."""
-        with self.at_work():
+        with self.exclusive_call():
             live, self.prompt, self.live = self.live, None, None
             if self._free.detach() is not None:
                 live.close()

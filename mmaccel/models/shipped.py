@@ -20,7 +20,7 @@ INSTALL = "`pip install mmaccel-lab`, or `make install` in a checkout"
 """How a user gets mmaccel-lab."""
 
 
-def model_folder(name: str) -> Path:
+def tiny_model_folder(name: str) -> Path:
     """Return the folder of a tiny model, in `from_pretrained` layout.
 
     Raises `ModelError` for an unknown name, if mmaccel-lab is not installed, or if its weights are missing.

@@ -66,7 +66,7 @@ def capture_answer_step(stream: Any, state: StreamState, running: Any) -> None:
     steps, length = stream._few, state.length()
     for _ in range(2):
         state.begin_pass(StreamPass(kind="answer", rows=1))
-        new = steps.can_run_fused(word) and not steps.is_captured(state.write_slot_per_layer())
+        new = steps.can_run_fused(word) and not steps.is_captured(state.new_kv_slots())
         if new:
             stream.run_layers(state, word, few=True, running=running)
             if running is not None:
@@ -148,7 +148,7 @@ class CapturedStreamSteps:
             run.check()
             # No other pass may come in between from here on: it would write over the buffers of this one.
             run = replace(run, check=None)
-        self._replays.set_data_place(self._watched)
+        self._replays.drop_if_moved(self._watched)
         states: list[RecurrentCacheLayer] = [] if running is None else [*running.states.values()]
         with restore_states_on_error(states):
             carried = self._carried(states, len(embeds)) if states else None
@@ -176,8 +176,8 @@ class CapturedStreamSteps:
         for seat, (run, count, _) in enumerate(passes):
             with _noted(errors, seat):
                 run.state.begin_pass(StreamPass(kind="answer", rows=count))  # type: ignore[union-attr]
-                slots[seat] = run.state.write_slot_per_layer()  # type: ignore[union-attr]
-        self._replays.set_data_place(self._watched)
+                slots[seat] = run.state.new_kv_slots()  # type: ignore[union-attr]
+        self._replays.drop_if_moved(self._watched)
         ready = {seat: own for seat, own in slots.items() if own is not None}
         rows, rest = dict(enumerate(embeds.split(counts))), [seat for seat in slots if seat not in ready]
         if ready:
@@ -221,7 +221,7 @@ class CapturedStreamSteps:
                     columns = qkv[number][None, rows].unflatten(2, (-1, size)).transpose(1, 2)
                     query, key, value, *_ = columns.split([heads, groups, groups, *[heads] * first.gated], 1)
                     state.append(number, key, value)
-                    slot = state.write_slot(number, query)
+                    slot = state.new_kv_slot(number, query)
                     if slot is None:
                         out = run.attend(number, query, key, value, size**-0.5)
                         out = out.transpose(1, 2).reshape(count, -1)
@@ -270,7 +270,7 @@ class CapturedStreamSteps:
         spare = [0] * (seats - len(slots))
         begins = torch.tensor([[slot.column for slot in some] + spare for some in layers])
         starts = room("from", (len(layers), seats), torch.long).copy_(on_device(begins, x.device))
-        with self._caches.locate(self._replays, "answer", layers, seats) as caches:
+        with self._caches.write_addresses(self._replays, "answer", layers, seats) as caches:
 
             def work() -> tuple[Tensor, ...]:
                 LayerStep.refresh_gains(self._steps)
@@ -305,7 +305,7 @@ class CapturedStreamSteps:
 
     def is_captured(self, slots: list[CacheSlot] | None) -> bool:
         """Whether an answer's step of one row is captured as a CUDA graph already; `slots` as in `run_step`."""
-        self._replays.set_data_place(self._watched)
+        self._replays.drop_if_moved(self._watched)
         lies, ready = self._slot_count(), self._replays.is_captured
         if slots is not None:
             return ready(("answer", *self._answer_sizes([slots], 1)), lies)
@@ -330,7 +330,7 @@ class CapturedStreamSteps:
     ) -> None:
         layer, count = self._layers[number], len(x)
         rope, start, bias = self._looking(number, 0, slot, count, x.dtype)
-        with self._caches.locate(self._replays, ("question", number), [[slot]], 1) as (cache,):
+        with self._caches.write_addresses(self._replays, ("question", number), [[slot]], 1) as (cache,):
 
             def work() -> tuple[Tensor, ...]:
                 columns = start + layer.row_indices[:, :count]
@@ -347,7 +347,7 @@ class CapturedStreamSteps:
         """The attention of the rows of one question of several, to its rows of `attended`."""
         layer, count = self._layers[number], rows.stop - rows.start
         rope, start, bias = self._looking(number, seat, slot, count, qkv.dtype)
-        with self._caches.locate(self._replays, ("question", number, seat), [[slot]], 1) as (cache,):
+        with self._caches.write_addresses(self._replays, ("question", number, seat), [[slot]], 1) as (cache,):
 
             def work() -> tuple[Tensor, ...]:
                 columns = start + layer.row_indices[:, :count]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Branches, ModelView, home_device
+from mmaccel.core.adapter import ModelView, TokenTree, home_device
 from mmaccel.core.attach import StreamAdapter, adapter_for
 from mmaccel.core.errors import ModelError, check_question
 from mmaccel.core.layout import PositionIds
@@ -34,7 +34,7 @@ from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.chat import common_prefix, ids_around_video, iterate_video_clips, tokenize_plainly
 from mmaccel.models.install import Hooks, model_lock
 from mmaccel.models.loading import skip_unused_norm_rows
-from mmaccel.models.modules import pointwise_modules, process_in_token_chunks, rebind_function, tower_batched
+from mmaccel.models.modules import batched_tower, pointwise_modules, process_in_token_chunks, rebind_function
 from mmaccel.models.packed import BatchedStreamPass
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import derive_stream_positions, token_ids
@@ -77,7 +77,7 @@ class StreamForwardPasses:
     def encode_prompt_video(self, inputs: Mapping[str, Any], units: int, unit: int) -> tuple[Tensor, Tensor]:
         """Encode a video's `inputs`, `units` time steps of `unit` tokens. Return features [n, P, E] of the stream's units
         (time steps, or what the recipe's pruner keeps of each group of them), and [m, E] of separator tokens at the end."""
-        with self.hold_model(), tower_batched(self.family, self.model, fuse=False), Hooks() as hooks:
+        with self.hold_model(), batched_tower(self.family, self.model, fuse=False), Hooks() as hooks:
             listens = self.frame_pruner and reads_vision_tower(self.frame_pruner)
             vision = VisionAttentionProbe(hooks, self.model, self.family) if listens else None
             captures = not listens and self.device.type in step.DEVICES
@@ -135,7 +135,7 @@ class StreamForwardPasses:
         hidden: bool = False,
         few: bool = False,
         check: Callable[[], None] | None = None,
-        branches: Branches | None = None,
+        branches: TokenTree | None = None,
         meter: Meter | None = None,
         input_hooks: Mapping[int, Callable[[Tensor], None]] | None = None,
         running: Any = None,
@@ -147,7 +147,7 @@ class StreamForwardPasses:
         run = ForwardPass(self.attention, False, rest, branches, **told)
         captured = few and branches is None and not input_hooks and embeds.device.type in step.DEVICES
         steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
-        slots = None if steps is None else state.write_slot_per_layer()
+        slots = None if steps is None else state.new_kv_slots()
         if slots is None and "_few" in self.__dict__:
             self._few.invalidate_layer_check()
         if steps is not None and steps.can_run_fused(embeds, slots is not None):
@@ -175,7 +175,7 @@ class StreamForwardPasses:
             running.cache, cache.branches = cache, run.branches
         positions = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         forward = self.text if self._attachment is None else self._attachment.forward
-        with self.hold_model(), self._hooked(state, hidden, hooks, few), cache.at_work():
+        with self.hold_model(), self._hooked(state, hidden, hooks, few), cache.allow_append():
             out = forward(
                 inputs_embeds=embeds[None],
                 position_ids=positions.expand(3, 1, -1) if self.family.mrope else positions,
@@ -206,7 +206,7 @@ class StreamForwardPasses:
                 raise ModelError(
                     "the model is accelerated; detach the recipe before a session uses it, or give the session its own copy."
                 )
-            with self.turns.holding(), torch.inference_mode(False), torch.no_grad():
+            with self.turns.hold(), torch.inference_mode(False), torch.no_grad():
                 yield
 
     @contextmanager
@@ -298,7 +298,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
         return self.encode_prompt_video(inputs, frames.shape[0] // self.frames_a_step, unit)
 
     @property
-    def batched(self) -> Hashable | None:  # type: ignore[override]
+    def batch_key(self) -> Hashable | None:  # type: ignore[override]
         alone, on = self.frame_pruner is not None or len({*self.layer_devices}) > 1, self.device
         if on.type == "cuda" and not alone:  # what is queued on another stream is not in order with this
             alone = torch.cuda.current_stream(on) != torch.cuda.default_stream(on)

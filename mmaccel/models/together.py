@@ -150,7 +150,7 @@ class BatchedDecodeSteps:
         rope = torch.stack([angle[0] for angle in angles])
         cuts = loading.group_layers_by_device([key.device for key, _ in like], home)
         for device in {device for device, _ in cuts}:
-            self._replays.setdefault(device, CudaGraphCache(device)).set_data_place(self._places)
+            self._replays.setdefault(device, CudaGraphCache(device)).drop_if_moved(self._places)
         self._parts, self._layers, self._shown = [], [numbers for _, numbers in cuts], []
         for number, (device, numbers) in enumerate(cuts):
             ends = decode.final_norm_and_lm_head(model, family) if number == len(cuts) - 1 else None

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from mmaccel.core.adapter import Branches
+from mmaccel.core.adapter import TokenTree
 
 
 class TreePaths(Cache):
@@ -19,7 +19,7 @@ class TreePaths(Cache):
     path, place  [n] long: for each new row of the tree the number of a path that has it, and its index in that path
     """
 
-    def __init__(self, layer: Any, branches: Branches) -> None:
+    def __init__(self, layer: Any, branches: TokenTree) -> None:
         sees, home = branches.sees, layer.module.conv1d.weight.device
         own, places = sees[:, -len(sees) :], sees.sum(1) - 1
         leaves = own.sum(0) == 1

@@ -95,7 +95,7 @@ def find_longest_evenly_spaced_run(layout: TokenLayout, mine: Tensor) -> tuple[r
 
 
 class TimestampedStreamAdapter(HFStreamAdapter):
-    """Stream adapter (`HFStreamAdapter`) for families whose prompts write text beside each frame (`Family.stamped`)."""
+    """Stream adapter (`HFStreamAdapter`) for families that write text beside each frame (`Family.has_frame_text`)."""
 
     @cached_property
     def _written(self) -> TextAroundUnits:

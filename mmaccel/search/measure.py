@@ -156,7 +156,7 @@ class LayerBenchmark:
         if plan is None:
             return self.dense_attention(None)
         one = self.inside
-        kernel = select.get(self.backend, one.query.device)
+        kernel = select.get_op(self.backend, one.query.device)
         return attend_plan(plan, one.query, one.key, one.value, one.scale, kernel)[0]
 
     def dense_attention(self, modality: int | None) -> Tensor:

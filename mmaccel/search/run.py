@@ -154,7 +154,7 @@ def _levelled(
     begin, adapter = time.perf_counter(), adapter_for(model)
     device, fingerprint = next(model.parameters()).device, adapter.fingerprint(model)
     backend = select.default_backend(device) if settings.backend == "auto" else settings.backend
-    select.get(backend, device)
+    select.get_op(backend, device)
     middle: list[CapturedLayer] = []
 
     def keep(one: CapturedLayer) -> None:

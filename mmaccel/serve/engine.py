@@ -155,7 +155,7 @@ class Engine:
                     done = await self._done(asked, caller)
                 except Refused as error:
                     # What is kept for later gives way to what is asked now.
-                    if error.code != OUT_OF_MEMORY or not await self.kept.shrink(0) or first:
+                    if error.code != OUT_OF_MEMORY or not await self.kept.close_unused(0) or first:
                         raise
                     done = await self._done(asked, caller)
         self.metrics.prompt.inc(done.prompt_tokens)

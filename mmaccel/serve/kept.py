@@ -80,7 +80,7 @@ class StreamEntry:
                 one["image"] = "data:image/jpeg;base64," + base64.b64encode(file).decode()
         return told
 
-    async def measure(self) -> StreamUsageCounts:
+    async def read_usage(self) -> StreamUsageCounts:
         """Read the session's counters anew and return `usage_counts`."""
         await self.read_counters()
         return self.usage_counts()
@@ -113,7 +113,7 @@ class VideoCache:
             yield kept
         finally:
             kept.users -= 1
-            await self.shrink(self._limits.kept)
+            await self.close_unused(self._limits.kept)
 
     async def _kept(self, key: Hashable, make: Callable[[], Awaitable[StreamEntry]]) -> StreamEntry:
         while (found := self._videos.get(key)) is not None:
@@ -149,7 +149,7 @@ class VideoCache:
         """Return the bytes that all cached videos hold on the model's devices."""
         return sum(one.usage_counts().device for one in self._whole().values())
 
-    async def shrink(self, most: int) -> int:
+    async def close_unused(self, most: int) -> int:
         """Close videos that no request uses, least recently used first, until at most `most` are left and their bytes are
         within the server's limit; return how many were closed."""
         whole, closed = self._whole(), list[StreamEntry]()

@@ -114,7 +114,7 @@ async def handle_stream_socket(websocket: WebSocket, number: str) -> None:
         with streams.count_open_socket(asks):
             talk = StreamConnection(websocket, streams, stream)
             try:
-                async with stream.hold_open():
+                async with stream.prevent_close():
                     await talk.handle_messages()
             finally:
                 await talk.close()

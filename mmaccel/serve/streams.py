@@ -57,7 +57,7 @@ class Stream:
         return self.kept.session
 
     @asynccontextmanager
-    async def hold_open(self) -> AsyncIterator[None]:
+    async def prevent_close(self) -> AsyncIterator[None]:
         """Context during which the server does not close the stream for being idle."""
         self.busy += 1
         try:
@@ -93,7 +93,7 @@ class Streams:
     @asynccontextmanager
     async def hold_call(self, stream: Stream) -> AsyncIterator[None]:
         """Context of one call on a stream: waits while its owner has too many calls. Raises `Refused` if too many wait."""
-        async with stream.hold_open(), self._calls[stream.owner].wait_for_turn(stream.owner):
+        async with stream.prevent_close(), self._calls[stream.owner].wait_for_turn(stream.owner):
             yield
 
     @contextmanager
@@ -159,7 +159,7 @@ class Streams:
                 if folder is not None:
                     with hide_server_path(folder):
                         await kept.session.load(folder)
-                    promise.last = promise.first = await kept.measure()
+                    promise.last = promise.first = await kept.read_usage()
         except BaseException:
             self.admission.release_promise(promise)
             if kept is not None:
@@ -245,7 +245,7 @@ class Streams:
                 taken: int = await call(timeout=max(0.01, deadline.seconds_left() or 0.0))
             seconds = time.monotonic() - stream.session.session.waited_s - start
             await run_in_thread(partial(stream.kept.pictures.add, before[0], frames[:taken]))
-            self.admission.record_call(stream.promise, seconds, before, await stream.kept.measure(), live)
+            self.admission.record_call(stream.promise, seconds, before, await stream.kept.read_usage(), live)
             await self.on_stream_change(stream)
         metrics.frames.inc(taken)
         metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))

@@ -96,8 +96,8 @@ def test_the_order_of_clusters(rows: int, count: int) -> None:
     parent[size == 0] = visual
     without = few((rows, visual), 3) > 0
     for told in ((parent, without), (None, None)):
-        wanted = plain.scores_and_preceding.plain(score, size, *told)
-        found = stream.scores_and_preceding(
+        wanted = plain.mask_and_count_better.plain(score, size, *told)
+        found = stream.mask_and_count_better(
             there(score), there(size), *(None if x is None else there(x) for x in told)
         )
         for one, other in zip(found, wanted, strict=True):
@@ -154,9 +154,9 @@ def test_what_stands_for_clusters(
     told = None if left is None else torch.tensor([left])
     mine = there(whole.clone())
     given = score, picked, size, (rows[0, 1], rows[1, 1]), time
-    wanted = plain.write_summary_tokens.plain(*given, whole[:, :, 2 : 2 + room], 4, told, tokens)
+    wanted = plain.write_best_clusters.plain(*given, whole[:, :, 2 : 2 + room], 4, told, tokens)
     sides = there(rows)
-    found = stream.write_summary_tokens(
+    found = stream.write_best_clusters(
         *map(there, given[:3]),
         (sides[0, 1], sides[1, 1]),
         there(time),
@@ -208,8 +208,8 @@ def test_what_comes_ahead(count: int) -> None:
     entries = torch.randperm(999, generator=rng)[:count]
     entries[count // 2 :][::3] = -1
     mine, limits = there(table.clone()), (torch.tensor([400]), torch.tensor([5000]))
-    wanted = plain.find_host_slots.plain(table, entries, *limits)
-    found = stream.find_host_slots(mine, there(entries), *map(there, limits))
+    wanted = plain.mark_host_slots.plain(table, entries, *limits)
+    found = stream.mark_host_slots(mine, there(entries), *map(there, limits))
     assert torch.equal(found.cpu(), wanted) and torch.equal(mine.cpu()[:-1], table[:-1])
 
 
@@ -240,7 +240,7 @@ def test_as_the_plain_way(dtype: torch.dtype, sizes: tuple[int, int, int], progr
     base = torch.tensor([s.data_ptr() - slabs[0].data_ptr() for s in slabs])
     grain = plain.slab_alignment(slabs)
     expected = torch.full((2, 2, rows + 6, size), 9, dtype=dtype)
-    plain.gather_units.plain(expected[:, :, 2 : 2 + rows], slabs, base, torch.tensor(SLOT), grain)
+    plain.copy_units.plain(expected[:, :, 2 : 2 + rows], slabs, base, torch.tensor(SLOT), grain)
     assert (expected[:, :, :2] == 9).all() and (expected[:, :, 2 + rows :] == 9).all()
     assert (expected[:, :, 2 + 2 * tokens : 2 + 3 * tokens] == 0).all()
     assert torch.equal(expected[1, 1, 2 : 2 + tokens], slabs[0][3, 1, 1])
@@ -248,9 +248,9 @@ def test_as_the_plain_way(dtype: torch.dtype, sizes: tuple[int, int, int], progr
     out = torch.full((2, 2, rows + 6, size), 9, dtype=dtype, device=DEVICE)
     window = out[:, :, 2 : 2 + rows]
     slot = torch.tensor(SLOT, device=DEVICE)
-    stream.gather_units(window, slabs, base.to(DEVICE), slot, grain, programs=programs, words=words)
+    stream.copy_units(window, slabs, base.to(DEVICE), slot, grain, programs=programs, words=words)
     assert torch.equal(out.cpu(), expected)
-    stream.gather_units(window[:, :, :0], slabs, base.to(DEVICE), slot[:0], grain)
+    stream.copy_units(window[:, :, :0], slabs, base.to(DEVICE), slot[:0], grain)
 
 
 def test_units_that_lie_apart_where_they_are_written() -> None:
@@ -260,9 +260,9 @@ def test_units_that_lie_apart_where_they_are_written() -> None:
     slab = slab if INTERPRETED else slab.pin_memory()
     base, slot = torch.zeros(1, dtype=torch.long, device=DEVICE), torch.tensor(SLOT, device=DEVICE)
     place, grain = torch.full((len(SLOT), 2, 3, 4, 8), 9.0, device=DEVICE), plain.slab_alignment([slab])
-    stream.gather_units(place[:-1].permute(1, 2, 0, 3, 4), [slab], base, slot[:-1], grain, words=8)
+    stream.copy_units(place[:-1].permute(1, 2, 0, 3, 4), [slab], base, slot[:-1], grain, words=8)
     held = torch.tensor(SLOT) >= 0
     expected = torch.where(held[:, None, None, None, None], slab[torch.tensor(SLOT)], 0.0)
     assert torch.equal(place[:-1].cpu(), expected[:-1]) and (place[-1] == 9).all()
-    plain.gather_units.plain(place.permute(1, 2, 0, 3, 4), [slab], base, slot, grain)
+    plain.copy_units.plain(place.permute(1, 2, 0, 3, 4), [slab], base, slot, grain)
     assert torch.equal(place.cpu(), expected)

@@ -248,13 +248,13 @@ def indexed() -> None:
     order = row, begin, few, torch.zeros(1, 1024), at[0, :1]
     estimate.choose_grid_lines(query, key, None, at, None, N, False, order, "contrast", False)
     scores = torch.zeros(1, 28, N)
-    line_kernels.strongest(scores, scores, at[:, 0], 1000, 1024)
+    line_kernels.choose_lines(scores, scores, at[:, 0], 1000, 1024)
     estimate.score_strides(torch.zeros(2, 1, 28, N), at[:, 0], 8, 1024, "contrast")
     lines, told = zeros(1, 28, 1000), zeros(1, 28, 9, 5)
-    line_kernels.split_line_keys(row, lines, lines, N, 64)
-    SplitListPieces.of([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, N, 264)
-    lists.listed_area(told, begin[0, :9], zeros(1, 1, 9 * 64, dtype=INT), row[None], 64, 64)
-    lists.key_band(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
+    line_kernels.split_columns(row, lines, lines, N, 64)
+    SplitListPieces.split([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, N, 264)
+    lists.listed_pairs(told, begin[0, :9], zeros(1, 1, 9 * 64, dtype=INT), row[None], 64, 64)
+    lists.list_band(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
     lists.merge_adjacent_query_blocks(told)
     kept, nine = zeros(1, 28, N + 1, dtype=torch.bool)[..., :-1], zeros(1, 9, dtype=INT)
     line_kernels.list_slash_blocks(
@@ -279,14 +279,14 @@ def clustered() -> None:
     stream.score_keys(key, query, False)
     stream.score_by_words(key, Words(blank(layers, 16, 512, dtype=torch.float32), one), size, False)
     stream.mask_beyond_budget(score, size[0], 256, 2)
-    stream.scores_and_preceding(score, size, size, score > 0)
+    stream.mask_and_count_better(score, size, size, score > 0)
     lists = ClusterMembership(long, long, long, size, size, 32)
     stream.select_entries(size, lists, 64, 80, own, NewestEntries(one, 1, 8))
     out = blank(2, 4, 512, 128)
-    stream.write_summary_tokens(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
+    stream.write_best_clusters(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
     stream.mean_query(blank(28, 16, 128), one, 4)
     stream.predict_next_layer_input(blank(16, E), one, *blank(3, E, dtype=torch.float32))
-    stream.find_host_slots(long[0], long[0, :80], one, one)
+    stream.mark_host_slots(long[0], long[0, :80], one, one)
 
 
 def gathered(tokens: int, size: int, apart: bool) -> None:
@@ -294,7 +294,7 @@ def gathered(tokens: int, size: int, apart: bool) -> None:
     slab = blank(10, 2, 4, tokens, size)
     out = torch.empty_like(slab[:5]).permute(1, 2, 0, 3, 4) if apart else blank(2, 4, 5 * tokens, size)
     index = zeros(5)
-    stream.gather_units(out, [slab], index[:1], index, slab_alignment([slab]))
+    stream.copy_units(out, [slab], index[:1], index, slab_alignment([slab]))
 
 
 def rows_alone() -> None:

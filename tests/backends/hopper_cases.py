@@ -45,7 +45,7 @@ def made(most: int) -> tuple[Tensor, Tensor, list[Tensor], KeyLocations]:
     key, value = (torch.randn(B, G, S, D, generator=rng).to(DEVICE) for _ in range(2))
     k_row = [t.to(DEVICE) for t in orders()]
     k_pos = torch.arange(320, dtype=torch.int32, device=DEVICE).view(1, 1, 320)
-    return key, value, k_row, KeyLocations.of(key, value, [span(row, k_pos) for row in k_row], HEADS, most)
+    return key, value, k_row, KeyLocations.find(key, value, [span(row, k_pos) for row in k_row], HEADS, most)
 
 
 def check(key: Tensor, value: Tensor, k_row: list[Tensor], homes: KeyLocations) -> None:
@@ -82,13 +82,13 @@ def test_layers_share_what_follows_from_their_plan(monkeypatch: pytest.MonkeyPat
     key, value, k_row, _ = made(1 << 30)
     k_pos = torch.arange(320, dtype=torch.int32, device=DEVICE).view(1, 1, 320)
     spans = [span(row, k_pos) for row in k_row]
-    few = KeyLocations.of(key, value, spans, HEADS, 10 * 2 * BOX * D * 4)
+    few = KeyLocations.find(key, value, spans, HEADS, 10 * 2 * BOX * D * 4)
     assert few.short is not None and int(few.short) > 0
     monkeypatch.setattr("mmaccel.backends.triton.prefill.hopper_launch.find_adjacent_rows_kernel", None)
     for layer in range(3):
         own = key + layer, value - layer
-        check(*own, k_row, KeyLocations.of(*own, spans, HEADS, 1 << 30))
-        few = KeyLocations.of(*own, spans, HEADS, 10 * 2 * BOX * D * 4)
+        check(*own, k_row, KeyLocations.find(*own, spans, HEADS, 1 << 30))
+        few = KeyLocations.find(*own, spans, HEADS, 10 * 2 * BOX * D * 4)
         assert few.short is not None and int(few.short) > 0
 
 
@@ -101,7 +101,7 @@ def test_what_is_known_to_stand_in_order_is_not_looked_for(n: int, monkeypatch: 
     known = torch.where(pos < min(n, S), pos, -1)[..., :n].repeat(B, 1, 1)
     for beside in ([], [span(orders()[1].to(DEVICE), pos)]):
         told, found = (
-            KeyLocations.of(key, value, [span(known, pos[..., :n], of), *beside], HEADS, 1 << 30)
+            KeyLocations.find(key, value, [span(known, pos[..., :n], of), *beside], HEADS, 1 << 30)
             for of in (min(n, S), None)
         )
         for a, b in zip(told.home, found.home, strict=True):
@@ -115,7 +115,7 @@ def test_what_is_known_to_stand_in_order_is_not_looked_for(n: int, monkeypatch: 
         )  # room for its last block at most
     if n < S:
         monkeypatch.setattr("mmaccel.backends.triton.prefill.hopper_launch.find_adjacent_rows_kernel", None)
-        assert len(KeyLocations.of(key, value, [span(known, pos[..., :n], n)], HEADS, 1 << 30).keys) == 0
+        assert len(KeyLocations.find(key, value, [span(known, pos[..., :n], n)], HEADS, 1 << 30).keys) == 0
 
 
 def test_fewer_keys_than_a_block_find_room_for_all() -> None:
@@ -131,7 +131,7 @@ def test_fewer_keys_than_a_block_find_room_for_all() -> None:
     )
     pos = torch.arange(320, dtype=torch.int32, device=DEVICE).view(1, 1, 320)
     one = replace(span(row, pos), scattered=BOX)
-    check(key, value, [row], KeyLocations.of(key, value, [one], HEADS, 1 << 30))
+    check(key, value, [row], KeyLocations.find(key, value, [one], HEADS, 1 << 30))
 
 
 def test_nothing_beyond_the_keys_is_read() -> None:
@@ -148,7 +148,7 @@ def test_nothing_beyond_the_keys_is_read() -> None:
         k_row.append(torch.full_like(k_row[0], -1))
         k_row.append(k_row[0].roll(10, -1))
         place = torch.zeros(1, 1, 320, dtype=torch.int32, device=DEVICE)
-        homes = KeyLocations.of(key, key, [span(row, place) for row in k_row], HEADS, 1 << 30)
+        homes = KeyLocations.find(key, key, [span(row, place) for row in k_row], HEADS, 1 << 30)
         assert homes.short is None
         for row, home in zip(k_row, homes.home, strict=True):
             for b, x, n in torch.cartesian_prod(*(torch.arange(size) for size in home.shape)).tolist():

@@ -118,8 +118,8 @@ def test_line_keys(columns: int) -> None:
     diagonal = torch.tensor([0, 1, 17, 48, 48]).expand(2, 3, -1)
     for width in (48, 30):
         arguments = row, chosen.contiguous(), diagonal
-        want = lines.split_line_keys.plain(*arguments, width, 16)
-        got = kernels.split_line_keys(*(t.to(DEVICE) for t in arguments), width, 16)
+        want = lines.split_columns.plain(*arguments, width, 16)
+        got = kernels.split_columns(*(t.to(DEVICE) for t in arguments), width, 16)
         for mine, its in zip(got, want, strict=True):
             assert mine.dtype == its.dtype and torch.equal(mine.cpu(), its)
 
@@ -190,7 +190,7 @@ def test_classes_of_more_keys_than_a_tile(score: Score, padded: bool, monkeypatc
         query, key, _ = (t.to(device) for t in scene.tensors(torch.float32))
         layout = scene.layout().to(device)
         region = LayerInputs(query, key, layout, layout, 16).region()
-        last, frames = region.last_query_attention(24, padded), FrameResidueClasses.of(region, 2, 12)
+        last, frames = region.last_query_attention(24, padded), FrameResidueClasses.make(region, 2, 12)
         # Each class has a whole tile before the first of these queries.
         sizes = torch.stack([(frames.number[..., :150] == c).sum(-1) for c in range(4)])
         assert int(last.query_ranks.min()) > 150 and int(sizes.min()) >= estimate.KEYS
@@ -226,14 +226,14 @@ def test_strongest(n: int, count: int, tile: int, monkeypatch: pytest.MonkeyPatc
     rng = torch.Generator().manual_seed(n)
     scores, last = torch.rand(2, 3, 2, n, generator=rng) ** 8, torch.tensor([n - 1, 9, -1])
     for vertical, slash in ((count, count // 2), (0, count)):
-        want = lines.strongest.plain(*scores, last, vertical, slash)
-        got = kernels.strongest(*scores.to(DEVICE), last.to(DEVICE), vertical, slash)
+        want = lines.choose_lines.plain(*scores, last, vertical, slash)
+        got = kernels.choose_lines(*scores.to(DEVICE), last.to(DEVICE), vertical, slash)
         assert all(torch.equal(mine.cpu(), its) for mine, its in zip(got, want, strict=True))
     # Of equal scores any may be chosen.
     scores = (scores * 4).round()
-    found = kernels.strongest(*scores.to(DEVICE), last.to(DEVICE), count, count)
+    found = kernels.choose_lines(*scores.to(DEVICE), last.to(DEVICE), count, count)
     for score, got, its in zip(
-        scores, found, lines.strongest.plain(*scores, last, count, count), strict=True
+        scores, found, lines.choose_lines.plain(*scores, last, count, count), strict=True
     ):
         mine = got.cpu()
         assert torch.equal(mine < n, its < n) and bool((mine.diff(dim=2) > 0)[mine[..., 1:] < n].all())

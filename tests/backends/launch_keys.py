@@ -124,12 +124,12 @@ def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
             LastQueryAttention: dict(has_kernel=True),
             lists: dict(
                 assemble_slices=_filled(lists.assemble_slices, block_lists.assemble_slices.plain),
-                key_band=_filled(lists.key_band, block_lists.key_band.plain),
-                listed_area=_filled(lists.listed_area, block_lists.listed_area.plain),
+                list_band=_filled(lists.list_band, block_lists.list_band.plain),
+                listed_pairs=_filled(lists.listed_pairs, block_lists.listed_pairs.plain),
             ),
             line_kernels: dict(
-                strongest=_filled(line_kernels.strongest, lines.strongest.plain),
-                split_line_keys=_filled(line_kernels.split_line_keys, lines.split_line_keys.plain),
+                choose_lines=_filled(line_kernels.choose_lines, lines.choose_lines.plain),
+                split_columns=_filled(line_kernels.split_columns, lines.split_columns.plain),
                 list_slash_blocks=_filled(line_kernels.list_slash_blocks, lines.list_slash_blocks.plain),
                 sort_by_class=_filled(line_kernels.sort_by_class, lines.sort_by_class.plain),
             ),

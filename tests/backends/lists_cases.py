@@ -64,8 +64,8 @@ def test_reach(seed: int) -> None:
     ranges = [(0, FAR), (0, 70), (-9, 40), (100, FAR)]
     for lo, hi in ranges[seed // 4 % 2 :: 2] if INTERPRETED else ranges:
         arguments = (q_row, k_row, q_pos, k_pos)
-        wanted = block_lists.key_band.plain(*arguments, lo, hi, block_q, block_k)
-        found = lists.key_band(*(t.to(DEVICE) for t in arguments), lo, hi, block_q, block_k)
+        wanted = block_lists.list_band.plain(*arguments, lo, hi, block_q, block_k)
+        found = lists.list_band(*(t.to(DEVICE) for t in arguments), lo, hi, block_q, block_k)
         for got, want in zip(found, wanted, strict=True):
             assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
 
@@ -79,8 +79,8 @@ def test_reach_over_more_blocks_than_are_looked_at_together() -> None:
     k_row[..., -16 * 40 :] = -1
     place = torch.arange(n, dtype=torch.int32).view(1, 1, n)
     q_row, q_pos = (t[..., 16 * 480 : 16 * 2100 : 16 * 9].repeat_interleave(16, -1) for t in (place, place))
-    wanted = block_lists.key_band.plain(q_row, k_row, q_pos, place, 0, 16 * 100, 16, 16)
-    found = lists.key_band(*(t.to(DEVICE) for t in (q_row, k_row, q_pos, place)), 0, 16 * 100, 16, 16)
+    wanted = block_lists.list_band.plain(q_row, k_row, q_pos, place, 0, 16 * 100, 16, 16)
+    found = lists.list_band(*(t.to(DEVICE) for t in (q_row, k_row, q_pos, place)), 0, 16 * 100, 16, 16)
     assert all(torch.equal(got.cpu(), want) for got, want in zip(found, wanted, strict=True))
 
 
@@ -106,8 +106,8 @@ def test_area(indexed: bool, shared: bool) -> None:
                 entries = range(begin, begin + count)
                 blocks = [(int(index[e]) if indexed else e) + shift for e in entries]
                 wanted[b, h] += int(nq.expand(B, H, M)[b, h, m]) * int(nk.expand(B, H, N)[b, h, blocks].sum())
-    assert torch.equal(block_lists.listed_area.plain(row, index, *rows, 16, 32), wanted)
-    found = lists.listed_area(*(t.to(DEVICE) for t in (row, index, *rows)), 16, 32)
+    assert torch.equal(block_lists.listed_pairs.plain(row, index, *rows, 16, 32), wanted)
+    found = lists.listed_pairs(*(t.to(DEVICE) for t in (row, index, *rows)), 16, 32)
     assert torch.equal(found.cpu(), wanted)
 
 
@@ -160,8 +160,8 @@ def test_work_fits_the_room_that_is_made_for_it(
     """Sizes come from the host alone: every piece has its program, and every piece of a split row its slot."""
     count = torch.tensor(lengths, device=DEVICE).view(1, 1, -1)
     longest = max(lengths) + slack
-    given_size = SplitListPieces.of([count], 1, 1, len(lengths), 1, longest, 1, chunk)
-    even = SplitListPieces.of([count, 0 * count], 1, 1, len(lengths), tiles, longest, chunk)
+    given_size = SplitListPieces.split([count], 1, 1, len(lengths), 1, longest, 1, chunk)
+    even = SplitListPieces.split([count, 0 * count], 1, 1, len(lengths), tiles, longest, chunk)
     assert even.max_programs == len(lengths) + WAVES * chunk // tiles
     assert int(even.split_sizes[0]) == max(32, -(-sum(lengths) * tiles // (WAVES * chunk)))
     for work in (given_size, even):
@@ -186,7 +186,7 @@ def test_a_row_has_no_more_pieces_than_there_are_programs_for() -> None:
     """One row of all there is would be cut into a piece for every place on the device."""
     count = torch.zeros(1, 1, 5, dtype=torch.int64, device=DEVICE)
     count[..., 3] = 1 << 16
-    work = SplitListPieces.of([count], 1, 1, 5, 1, 1 << 17, 512)
+    work = SplitListPieces.split([count], 1, 1, 5, 1, 1 << 17, 512)
     assert int(work.split_sizes[0]) == (1 << 17) // MOST_PIECES
     assert work.pieces.tolist() == [1, 1, 1, MOST_PIECES // 2, 1]
 
@@ -198,7 +198,7 @@ def test_work_adds_the_lists_of_spans_that_share_them() -> None:
         torch.randint(0, 30, size, generator=generator, dtype=torch.int64)
         for size in ((1, 1, 900), (1, 3, 900), (2, 3, 900))
     ]
-    work = SplitListPieces.of([c.to(DEVICE) for c in counts], 2, 3, 900, 1, 90, 1, 40)
+    work = SplitListPieces.split([c.to(DEVICE) for c in counts], 2, 3, 900, 1, 90, 1, 40)
     length = sum(c.expand(2, 3, 900) for c in counts).flatten()
     want = (-(-length // 40)).clamp(min=1)
     assert torch.equal(work.pieces.cpu().long(), want)
@@ -239,14 +239,14 @@ def test_blocks_that_need_a_test_are_counted(size: tuple[int, ...]) -> None:
 
 def test_layers_of_a_pass_share_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """So do all passes under one window; what was made for a plan goes with it."""
-    made, of = list[Any](), SplitListPieces.of
+    made, of = list[Any](), SplitListPieces.split
 
     def noted(*given: Any) -> SplitListPieces:
         work = of(*given)
         made.append(ref(work))
         return work
 
-    monkeypatch.setattr(SplitListPieces, "of", noted)
+    monkeypatch.setattr(SplitListPieces, "split", noted)
     plan = window_plan.__wrapped__(70, 140, 7, 56, 4, torch.device(DEVICE))
     for layer in range(2):
         query, key, value = (t.to(DEVICE) for t in draw(plan, 2, 16, layer))

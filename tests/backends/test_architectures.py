@@ -154,10 +154,10 @@ def test_what_does_not_run_is_said_in_a_sentence(
         with pytest.raises(
             RecipeError, match=f"'triton' cannot run on cuda: {why}; choose 'auto' or one of .*'flex'"
         ):
-            select.get("triton", CUDA)
+            select.get_op("triton", CUDA)
     flash = f"'flash' cannot run on cuda: {operators.architecture_of(CUDA).lacks['flash']}; choose"
     with pytest.raises(RecipeError, match=flash):
-        select.get("flash", CUDA)
+        select.get_op("flash", CUDA)
 
 
 def test_resources_are_the_device_s_own(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,31 +191,31 @@ def test_reference_runs_everywhere() -> None:
 
 
 def test_a_named_backend_is_that_backend() -> None:
-    assert select.get("reference", "cpu") is reference.op
-    assert select.get("flex", "cpu") is flex.op
+    assert select.get_op("reference", "cpu") is reference.op
+    assert select.get_op("flex", "cpu") is flex.op
 
 
 def test_auto_is_one_that_runs() -> None:
     name = select.default_backend("cpu")
     assert select.why_unusable("cpu")[name] is None
-    assert select.get("auto", "cpu") is select.get(name, "cpu")
+    assert select.get_op("auto", "cpu") is select.get_op(name, "cpu")
     assert select.default_backend("meta") == "reference"
 
 
 def test_an_unknown_name_tells_the_nearest() -> None:
     with pytest.raises(UnknownName, match=r"unknown backend 'referense': did you mean 'reference'\?"):
-        select.get("referense", "cpu")
+        select.get_op("referense", "cpu")
 
 
 def test_what_cannot_run_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         RecipeError, match=r"'flex' cannot run on meta: .*; choose 'auto' or one of 'reference'"
     ):
-        select.get("flex", torch.device("meta"))
+        select.get_op("flex", torch.device("meta"))
     monkeypatch.setitem(select.BACKENDS, "absent", "mmaccel.backends.no_such_kernel")
     assert select.why_unusable("cpu")["absent"] == "it needs mmaccel.backends.no_such_kernel"
     with pytest.raises(RecipeError, match="backend 'absent' cannot run on cpu: it needs"):
-        select.get("absent", "cpu")
+        select.get_op("absent", "cpu")
 
 
 SHAPE = measure.AttentionShape(heads=2, groups=1, size=16, dtype=torch.float32)

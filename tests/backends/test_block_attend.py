@@ -56,7 +56,7 @@ def move(plan: AttentionPlan, tensors: Sequence[Tensor], dtype: torch.dtype):
 def test_patterns(backend: str, name: str, start: int, dtype: torch.dtype) -> None:
     plan, scene = pattern_plan(name, start)
     tensors, plan = move(plan, scene.tensors(torch.float32), dtype)
-    check(plan, tensors, scene.size**-0.5, select.get(backend, DEVICE))
+    check(plan, tensors, scene.size**-0.5, select.get_op(backend, DEVICE))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -71,7 +71,7 @@ def test_random_plans(backend: str, seed: int, lead: str, groups: int, sizes: tu
     plan = random_plan(seed, lead=lead, n_query=sizes[0], n_key=sizes[1])
     tensors, plan = move(plan, draw(plan, groups, 16, seed), torch.float32)
     assert plan.spans_per_pair().max() <= 1
-    check(plan, tensors, 0.25, select.get(backend, DEVICE))
+    check(plan, tensors, 0.25, select.get_op(backend, DEVICE))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -83,9 +83,9 @@ def test_biases_and_keys_of_their_own(backend: str, seed: int, lead: str, groups
     """Against float64 over the keys of the sequence and those of the spans; the plan says what it adds and computes."""
     plan = with_extras(random_plan(seed, lead=lead), groups, 16, seed)
     tensors, plan = move(plan, draw(plan, groups, 16, seed), torch.float32)
-    assert plan.parts[0].uses_extras and plan.spans_per_pair().max() <= 1
+    assert plan.parts[0].needs_extensions and plan.spans_per_pair().max() <= 1
     assert plan.to_mask().shape[-1] == plan.n_key + 80 and plan.to_bias()[..., plan.n_key :].any()
-    check(plan, tensors, 0.25, select.get(backend, DEVICE))
+    check(plan, tensors, 0.25, select.get_op(backend, DEVICE))
 
 
 @pytest.mark.parametrize("name", list(PATTERNS))

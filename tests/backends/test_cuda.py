@@ -94,7 +94,7 @@ def test_flex_serves_the_usual_block_and_size() -> None:
     pattern = replace(PATTERNS["a_shape"], block=64)
     plan, (query, key, value) = scene.planned(pattern, torch.bfloat16, "cuda")
     exact, allowed = budget(query, key, value, plan.to_mask(), 0.1)
-    out, _ = attend_plan(plan, query, key, value, 0.1, select.get("flex", "cuda"))
+    out, _ = attend_plan(plan, query, key, value, 0.1, select.get_op("flex", "cuda"))
     assert float((out.double() - exact).abs().max()) <= allowed
 
 

@@ -203,7 +203,7 @@ def test_another_backend_serves_what_is_declined(calls: list[tuple[Any, ...]], w
     plan = plan.limit_to_window(4, 20) if window else with_extras(plan, 2, 16, 3)
     tensors = [t.half() for t in draw(plan, 2, 16, 3)]
     out, lse = attend_plan(plan, *tensors, 0.2, flash.op)
-    want = attend_plan(plan, *tensors, 0.2, select.get("reference", "cpu"))
+    want = attend_plan(plan, *tensors, 0.2, select.get_op("reference", "cpu"))
     assert torch.equal(out, want[0]) and torch.equal(lse, want[1]) and not calls
     with pytest.raises(
         RecipeError,
@@ -215,7 +215,7 @@ def test_another_backend_serves_what_is_declined(calls: list[tuple[Any, ...]], w
 def test_auto_passes_over_what_is_refused(calls: list[tuple[Any, ...]], monkeypatch) -> None:
     """A refusal while costs are measured leaves the backend untried; blocks are those of the pattern."""
     monkeypatch.setattr(attend, "SIZES", (64,))
-    backends = {"reference": select.get("reference", "cpu"), "flash": attend.block_attend}
+    backends = {"reference": select.get_op("reference", "cpu"), "flash": attend.block_attend}
     how = dict(lengths=(256, 512), bench=lambda run, device: (run(), 1.0)[1])
     shape = measure.AttentionShape(2, 1, 64, torch.float16)
     costs = measure.measure_costs(torch.device("cpu"), shape, backends, block=64, **how)

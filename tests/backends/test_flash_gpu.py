@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY is not None, reason=WHY or
 def test_patterns(name: str, block: int, start: int) -> None:
     scene = replace(SCENE, start=start, size=128)
     plan, tensors = scene.planned(replace(PATTERNS[name], block=block), torch.bfloat16, "cuda")
-    check(plan, tensors, 128**-0.5, select.get("flash", "cuda"))
+    check(plan, tensors, 128**-0.5, select.get_op("flash", "cuda"))
 
 
 @pytest.mark.parametrize("start", [0, 70])
@@ -38,7 +38,7 @@ def test_keys_in_their_order(sink: int, block: int, start: int) -> None:
     scene = replace(SCENE, sequences=SCENE.sequences[:1], start=start, size=128)
     plan, tensors = scene.planned(AShape(sink=sink, window=30, block=block), torch.bfloat16, "cuda")
     assert all(span.ranks for span in plan.parts[0].spans)
-    check(plan, tensors, 128**-0.5, select.get("flash", "cuda"))
+    check(plan, tensors, 128**-0.5, select.get_op("flash", "cuda"))
 
 
 @pytest.mark.parametrize("window", [1, 127, 129, 300])

@@ -83,16 +83,16 @@ def test_turns_are_of_whole_groups_or_of_a_part_of_one(
 ) -> None:
     monkeypatch.setattr(attend, "ROOM", room * 5 * 7)
     lists = BlockLists(torch.zeros(1, heads, 5, 5, dtype=torch.long), None, torch.zeros(1, 1, 7))
-    assert [range(s.start, s.stop) for s in attend.head_chunks([lists], heads, group)] == want
+    assert [range(s.start, s.stop) for s in attend.chunk_heads([lists], heads, group)] == want
     shared = BlockLists(lists.row[:, :1], None, lists.kind)
-    assert list(attend.head_chunks([shared], heads, group)) == [slice(0, heads)]
+    assert list(attend.chunk_heads([shared], heads, group)) == [slice(0, heads)]
 
 
 def test_tiles() -> None:
-    assert TileSizes.of(64, 64, True) == TileSizes(128, 128, (2, 2), (1, 1))
-    assert TileSizes.of(16, 256, True) == TileSizes(128, 128, (8, 1), (1, 2))
-    assert TileSizes.of(64, 64, False) == TileSizes(64, 64, (1, 1), (1, 1))
-    assert TileSizes.of(256, 128, False) == TileSizes(128, 128, (1, 1), (2, 1))
+    assert TileSizes.choose(64, 64, True) == TileSizes(128, 128, (2, 2), (1, 1))
+    assert TileSizes.choose(16, 256, True) == TileSizes(128, 128, (8, 1), (1, 2))
+    assert TileSizes.choose(64, 64, False) == TileSizes(64, 64, (1, 1), (1, 1))
+    assert TileSizes.choose(256, 128, False) == TileSizes(128, 128, (1, 1), (2, 1))
 
 
 @pytest.mark.parametrize(

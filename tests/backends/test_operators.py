@@ -9,8 +9,8 @@ import torch
 
 from mmaccel.backends import flex, reference
 from mmaccel.backends.ops import clusters, layer_ops, lines, operator
-from mmaccel.backends.ops.block_lists import FIELDS, assemble_slices, key_band, listed_area
-from mmaccel.backends.ops.clusters import gather_units, slab_alignment
+from mmaccel.backends.ops.block_lists import FIELDS, assemble_slices, list_band, listed_pairs
+from mmaccel.backends.ops.clusters import copy_units, slab_alignment
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.ops.layer_ops import (
     decode_attend,
@@ -63,14 +63,14 @@ def of_prompts() -> Iterator[Call]:
     yield "merge_parts", layer_ops.merge_parts, (torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3))
     row = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
     heads, none = row.expand(1, 3, 64).contiguous(), torch.empty(0, dtype=torch.int32)
-    yield "key_band", key_band, (row, heads, row, row, 0, 20, 16, 16)
-    lists, _ = key_band(row, heads, row, row, 0, 20, 16, 16)
-    yield "listed_area", listed_area, (lists, none, row, heads, 16, 16)
+    yield "list_band", list_band, (row, heads, row, row, 0, 20, 16, 16)
+    lists, _ = list_band(row, heads, row, row, 0, 20, 16, 16)
+    yield "listed_pairs", listed_pairs, (lists, none, row, heads, 16, 16)
     last, kept = torch.tensor([39, 7]), torch.rand(2, 3, 65)[..., :-1] < 0.2
-    yield "strongest", lines.strongest, (torch.rand(2, 3, 40), torch.rand(2, 3, 40), last, 9, 5)
-    yield "strongest, all", lines.strongest, (torch.rand(2, 3, 40), torch.rand(2, 3, 40), last, 90, 50)
+    yield "strongest", lines.choose_lines, (torch.rand(2, 3, 40), torch.rand(2, 3, 40), last, 9, 5)
+    yield "strongest, all", lines.choose_lines, (torch.rand(2, 3, 40), torch.rand(2, 3, 40), last, 90, 50)
     line = torch.tensor([3, 17, 61]).expand(2, 3, -1)
-    yield "split_line_keys", lines.split_line_keys, (row[0].expand(2, -1), line, line + 1, 60, 16)
+    yield "split_columns", lines.split_columns, (row[0].expand(2, -1), line, line + 1, 60, 16)
     shape = torch.tensor([[0, 1], [0, 3], [16, 9]], dtype=torch.int32)
     member = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
     at = torch.tensor([[[0, 0], [0, 0]], [[2, 3], [4, 0]], [[2, 2], [2, 0]]], dtype=torch.int32)
@@ -87,7 +87,7 @@ def of_prompts() -> Iterator[Call]:
         grid = Grid(min_stride=2, max_stride=12, block=16, **beyond)
         classes = grid._classes(region)
         assert classes.frames is not None
-        order = TokensByStrideClass.of(region, classes.frames, *grid._uncovered(region))
+        order = TokensByStrideClass.sort(region, classes.frames, *grid._uncovered(region))
         tokens = [order.queries, order.q_begin, order.keys, order.k_begin, classes.frames.stride[:, 0, 0]]
         made = [classes.line, classes.shift, classes.dense], classes.most_keys, False
         for sizes in ((48, 32), (0, 0)):
@@ -102,7 +102,7 @@ def of_prompts() -> Iterator[Call]:
     )
     slabs, base = [torch.randn(4, 2, 2, 5, 4) for _ in range(2)], torch.zeros(2, dtype=torch.long)
     out, slot = torch.empty(2, 2, 15, 4), torch.tensor([7, -1, 2])
-    yield "gather_units", gather_units, (out, slabs, base, slot, slab_alignment(slabs))
+    yield "copy_units", copy_units, (out, slabs, base, slot, slab_alignment(slabs))
 
 
 @pytest.mark.parametrize("call", [*of_steps(), *of_prompts()], ids=lambda call: call[0])

@@ -257,7 +257,7 @@ def test_a_row_is_split_where_lists_are_uneven() -> None:
     tensors = draw(plan, 1, 16, 5)
     _, lse = check(plan, tensors)
     if INTERPRETED:
-        work = SplitListPieces.of([span.lists.list_lengths], 1, 1, 3, 1, n // 16, 1)
+        work = SplitListPieces.split([span.lists.list_lengths], 1, 1, 3, 1, n // 16, 1)
         assert int(work.split_sizes[0]) == 32
         assert work.pieces.tolist() == [1, 2, 1]
         assert work.item[:4].tolist() == [[1, 0], [1, 1], [2, 0], [0, 0]]

@@ -219,7 +219,7 @@ def test_shipped_models_have_their_table(name: str, shipped: Callable[[str], str
     from mmaccel.models.loading import load_model
     from mmaccel.policies.sparse.per_head import describe_model_difference, read_head_table
 
-    found = read_head_table(tiny.model_folder(shipped(name)) / "heads.json")
+    found = read_head_table(tiny.tiny_model_folder(shipped(name)) / "heads.json")
     assert recompute_table(found) == found
     model = load_model(name)
     assert describe_model_difference(found, adapter_for(model).fingerprint(model)) is None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import reference, select
-from mmaccel.core.adapter import Branches
+from mmaccel.core.adapter import TokenTree
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView
 from mmaccel.core.prefill import attention
@@ -71,7 +71,7 @@ class Layer:
 
 def layer(**choices: Any) -> Layer:
     recipe = Recipe.load(**{"sparse": PATTERN, "dense_tail": 0, **choices})
-    return Layer(AttentionConfig(recipe, "reference", select.get("reference", torch.device("cpu"))))
+    return Layer(AttentionConfig(recipe, "reference", select.get_op("reference", torch.device("cpu"))))
 
 
 def shown(view: KVView) -> Any:
@@ -154,7 +154,7 @@ TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dt
 
 def test_rows_of_a_tree_see_the_prompt_and_their_own_branch() -> None:
     at, inputs = layer(), tensors(4, N)
-    run = {"prefill": False, "branches": Branches(TREE, torch.tensor([0, 1, 1, 2]))}
+    run = {"prefill": False, "branches": TokenTree(TREE, torch.tensor([0, 1, 1, 2]))}
     before = torch.ones(4, N - 4, dtype=torch.bool)
     close(
         at.attend(TokenLayout.text(1, N), inputs, **run),
@@ -170,7 +170,7 @@ def test_rows_of_a_tree_see_a_window_from_their_depth() -> None:
     view = KVView(key, value, column=column, sinks=4, window=48)
     depth = torch.tensor([0, 1, 1, 2])
     at = layer()
-    run = {"prefill": False, "branches": Branches(TREE, depth), "state": shown(view)}
+    run = {"prefill": False, "branches": TokenTree(TREE, depth), "state": shown(view)}
     before = column[:-4]
     near = (N - 4 + depth)[:, None] - before < 48
     sees = torch.cat([near | (before < 4), TREE], 1)

@@ -55,9 +55,9 @@ def layout(pad: int = 0) -> TokenLayout:
 def test_a_dense_layer(pad: int, sinks: int, window: int | None) -> None:
     query, key, value = tensors()
     told = layout(pad)
-    images = BidirectionalImages(SPANS, frozenset({3})).in_new_columns(3, START, told)
+    images = BidirectionalImages(SPANS, frozenset({3})).find_new_images(3, START, told)
     assert images is not None
-    assert BidirectionalImages(SPANS, frozenset({3})).in_new_columns(2, START, told) is None
+    assert BidirectionalImages(SPANS, frozenset({3})).find_new_images(2, START, told) is None
     valid = told.valid if pad else None
     out = images.attend(
         None, (), KVView(key, value, None, sinks, window), valid, query, key, value, D**-0.5, None
@@ -90,7 +90,7 @@ def test_a_planned_layer(dense: tuple[int, ...]) -> None:
     ).for_layer(0)
     plan = pattern.plan(query, key, told.select_tokens(slice(START, None)), told)
     assert bool(plan.dense) == bool(dense)
-    images = BidirectionalImages(SPANS, frozenset({0})).in_new_columns(0, START, told)
+    images = BidirectionalImages(SPANS, frozenset({0})).find_new_images(0, START, told)
     tails, view = [(slice(None), 180, 230)], KVView(key, value)
     out = images.attend(plan, tails, view, None, query, key, value, D**-0.5, kernel)
     places, columns = torch.arange(START, N)[:, None], torch.arange(N)
@@ -112,7 +112,7 @@ def test_on_a_device(size: int) -> None:
     query, key, value = (torch.randn(*s, generator=generator).to(device, torch.bfloat16) for s in shapes)
     told = TokenLayout.build(torch.full((1, keys), IMAGE, device=device))
     spans = tuple((0, begin, begin + 256) for begin in range(start, keys - 256, 264))
-    images = BidirectionalImages(spans, frozenset({0})).in_new_columns(0, start, told)
+    images = BidirectionalImages(spans, frozenset({0})).find_new_images(0, start, told)
     pattern = policy("sparse", {"name": "a_shape", "sink": 64, "window": 256})
     plan = pattern.plan(query, key, told.select_tokens(slice(start, None)), told)
     out = images.attend(plan, (), KVView(key, value), None, query, key, value, size**-0.5, triton.op)
@@ -204,7 +204,7 @@ def test_every_kernel_computes_a_share_and_no_more(name: str, backend: str) -> N
     query, key, value = (x.to(device, torch.bfloat16) for x in scene.tensors())
     plan = plan_of(name, 0, scene).to(device)
     shares = [shard_plan_for_rank(plan, rank, 2) for rank in range(2)]
-    found = [attend_plan(one, query, key, value, 0.125, select.get(backend, device)) for one in shares]
+    found = [attend_plan(one, query, key, value, 0.125, select.get_op(backend, device)) for one in shares]
     merged = merge_parts(*(torch.stack(tensors) for tensors in zip(*found, strict=True)))
     exact, allowed = budget(query, key, value, plan.to_mask(), 0.125)
     assert float((merged - exact).abs().max()) <= 2 * allowed  # each of two shares is rounded once

@@ -117,7 +117,7 @@ def test_what_cannot_be_captured_is_run_as_it_is_written(monkeypatch: pytest.Mon
         (two,) = replays("twice", lambda n=count: (2 * one * n,))
         assert torch.equal(two, 2.0 * one * count)
     assert len(tried) == 1
-    replays.set_data_place("elsewhere")
+    replays.drop_if_moved("elsewhere")
     for _ in range(3):
         replays("twice", lambda: (2 * one,))
     assert len(tried) == 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmaccel.core.decoding.generate import CallEnded, Deadline
-from mmaccel.core.decoding.worker import Blob, Outbox
+from mmaccel.core.decoding.worker import AsyncSender, Blob
 from mmaccel.core.errors import DraftError
 from mmaccel.core.streams import parts
 from mmaccel.core.streams.parts import FairLock
@@ -29,7 +29,7 @@ class Asked:
         """Another thread asks for the lock: to do `work`, or to note that name where it holds it."""
 
         def note() -> None:
-            with self.turns.holding(**how):
+            with self.turns.hold(**how):
                 self.order.append(str(work))
 
         waiting = len(self.turns._waiting)
@@ -45,7 +45,7 @@ class Asked:
 def test_turns_come_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PATIENCE_S", 60.0)
     asked = Asked()
-    with asked.turns.holding(), asked.turns.holding():
+    with asked.turns.hold(), asked.turns.hold():
         for name in "abc":
             asked(name)
         asked.turns.yield_lock()
@@ -60,12 +60,12 @@ def test_passes_wait_for_what_is_short_and_for_new_questions() -> None:
     asked, done = Asked(), threading.Event()
 
     def work(name: str) -> None:
-        with asked.turns.holding(over=done.is_set):
+        with asked.turns.hold(over=done.is_set):
             asked.order.append(name if asked.turns._holder == threading.get_ident() else f"{name} is over")
             if name == "pass":
                 done.set()
 
-    with asked.turns.holding():
+    with asked.turns.hold():
         asked(lambda: work("pass"))
         asked(lambda: work("other"))
         asked("plain")
@@ -78,7 +78,7 @@ def test_passes_wait_for_what_is_short_and_for_new_questions() -> None:
 def test_who_holds_nothing_gives_no_way() -> None:
     turns = FairLock()
     turns.yield_lock()
-    with turns.holding():
+    with turns.hold():
         turns.yield_lock()
         assert turns._holder == threading.get_ident()
     assert turns._holder is None
@@ -89,12 +89,12 @@ def test_one_pass_at_a_time_stands_still() -> None:
     asked = Asked()
 
     def inner() -> None:
-        with asked.turns.holding():
+        with asked.turns.hold():
             asked("third")
             asked.turns.yield_lock(inside=True)
             asked.order.append("inner")
 
-    with asked.turns.holding():
+    with asked.turns.hold():
         asked(inner)
         asked.turns.yield_lock(inside=True)
         asked.order.append("outer")
@@ -107,20 +107,20 @@ def test_a_deadline_ends_the_wait_and_leaves_the_queue() -> None:
 
     def late() -> None:
         try:
-            with turns.holding(Deadline(0.05)):
+            with turns.hold(Deadline(0.05)):
                 ended.append("held")
         except CallEnded as end:
             ended.append(end.reason)
 
-    with turns.holding():
+    with turns.hold():
         finish(beside(late))
         assert ended == ["timeout"] and not turns._waiting
     with pytest.raises(CallEnded):
         deadline = Deadline()
         deadline.cancel()
-        with turns.holding(deadline):
+        with turns.hold(deadline):
             pass
-    with turns.holding(Deadline(5)) as waited:
+    with turns.hold(Deadline(5)) as waited:
         assert waited < 1
 
 
@@ -129,7 +129,7 @@ def test_many_threads_lose_no_turn() -> None:
 
     def work() -> None:
         for _ in range(200):
-            with turns.holding(Deadline(30)):
+            with turns.hold(Deadline(30)):
                 seen = counts[0]
                 turns.yield_lock()
                 counts[0] = counts[0] + 1
@@ -145,14 +145,14 @@ def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -
     asked = Asked()
 
     def tokens() -> None:
-        with asked.turns.holding(token=True):
+        with asked.turns.hold(token=True):
             asked.order.append("token")
             asked.turns.yield_lock()
             asked.order.append("token")
             asked.turns.wait_for_paused_pass()
             asked.order.append("answered")
 
-    with asked.turns.holding():
+    with asked.turns.hold():
         asked("other")
         asked(tokens)
         for _ in range(3):  # to the first token, to the second, and to nobody
@@ -167,12 +167,12 @@ def test_a_pass_above_one_that_stands_still_lets_tokens_come(monkeypatch: pytest
     asked = Asked()
 
     def upper() -> None:
-        with asked.turns.holding():
+        with asked.turns.hold():
             asked("token", token=True)
             asked.turns.yield_lock(inside=True)
             asked.order.append("upper")
 
-    with asked.turns.holding():
+    with asked.turns.hold():
         asked(upper)
         asked.turns.yield_lock(inside=True)
         asked.order.append("lower")
@@ -183,13 +183,13 @@ def test_a_token_does_not_wait_for_all_who_asked_before(monkeypatch: pytest.Monk
     """One that waits for too long is next, and then whoever asked first: neither has to wait for ever."""
     monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
     asked = Asked()
-    with asked.turns.holding():
+    with asked.turns.hold():
         for name in ("a", "b", "token", "token", "c"):
             asked(name, token=name == "token")
     assert asked.over() == ["token", "a", "token", "b", "c"]
     monkeypatch.setattr(parts, "PATIENCE_S", 60.0)
     asked = Asked()
-    with asked.turns.holding():
+    with asked.turns.hold():
         asked("a")
         asked("token", token=True)
         asked.turns.yield_to_answers()  # none has waited for long
@@ -211,7 +211,7 @@ def refuse(kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
 @pytest.mark.parametrize("send", [drop, refuse])
 def test_nothing_of_a_prompt_is_kept_whether_it_leaves_or_not(send: Any) -> None:
     """An error holds the frames that it came through, and these the pixels: a failed prompt must not stay that way."""
-    outbox, pixels = Outbox(send), torch.zeros(8)
+    outbox, pixels = AsyncSender(send), torch.zeros(8)
     gone = weakref.ref(pixels)
     outbox.put(1, (), lambda pixels=pixels: [pixels.numpy().data])  # type: ignore[misc]
     outbox.wait(FAR_S)
@@ -221,7 +221,7 @@ def test_nothing_of_a_prompt_is_kept_whether_it_leaves_or_not(send: Any) -> None
 
 
 def test_a_prompt_is_not_kept_while_the_next_one_leaves() -> None:
-    outbox, going = Outbox(drop), threading.Event()
+    outbox, going = AsyncSender(drop), threading.Event()
     pixels = torch.zeros(8)
     gone = weakref.ref(pixels)
 
@@ -245,7 +245,7 @@ def test_a_prompt_is_not_kept_while_the_next_one_leaves() -> None:
 
 def test_the_thread_may_come_to_end_its_own_worker() -> None:
     """A worker that nobody has any more is ended by whatever thread collects garbage: the one of its outbox, too."""
-    outbox, waited = Outbox(drop), threading.Event()
+    outbox, waited = AsyncSender(drop), threading.Event()
 
     def collects() -> list[Blob]:
         outbox.wait()
@@ -258,7 +258,7 @@ def test_the_thread_may_come_to_end_its_own_worker() -> None:
 
 
 def test_a_thread_that_cannot_be_started_leaves_nothing_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    outbox, sent = Outbox(lambda kind, *numbers, blob=(): sent.append(kind)), list[int]()
+    outbox, sent = AsyncSender(lambda kind, *numbers, blob=(): sent.append(kind)), list[int]()
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="new thread"):
         broken(patched, threading.Thread, "start", RuntimeError("can't start new thread"))
         outbox.put(1, (), lambda: [])
@@ -270,7 +270,7 @@ def test_a_thread_that_cannot_be_started_leaves_nothing_on_the_way(monkeypatch: 
 
 
 def test_a_thread_that_is_ended_from_within_does_not_stay_busy() -> None:
-    outbox = Outbox(drop)
+    outbox = AsyncSender(drop)
     outbox.put(1, (), Mock(side_effect=SystemExit))
     outbox.wait(FAR_S)
     assert not outbox.is_sending and "SystemExit" in str(outbox.error)

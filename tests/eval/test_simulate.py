@@ -212,7 +212,7 @@ def test_a_wrong_token_is_not_certified(low):
     wrong = ids.clone()
     wrong[9] = logits.argmin()
     told = answer.check_rounding(model, inputs, wrong, ids, 4)
-    assert told.first == 9 and told.gap > told.slack and not told.holds
+    assert told.first == 9 and told.gap > told.slack and not told.is_explained
 
 
 def test_a_text_that_ends_early_is_not_certified(low):
@@ -220,7 +220,7 @@ def test_a_text_that_ends_early_is_not_certified(low):
     model, inputs, ids = low
     for ours, plain in ((ids[:9], ids), (ids, ids[:9])):
         told = answer.check_rounding(model, inputs, ours, plain, 4)
-        assert told.first == 9 and not told.holds
+        assert told.first == 9 and not told.is_explained
 
 
 def test_a_near_tie_is_certified(low):
@@ -233,7 +233,7 @@ def test_a_near_tie_is_certified(low):
     ours = ids.clone()
     ours[9] = other
     told = answer.check_rounding(tied, inputs, ours, ids, 4)
-    assert told.first == 9 and told.gap < 1e-5 and told.holds
+    assert told.first == 9 and told.gap < 1e-5 and told.is_explained
 
 
 def test_the_slack_is_what_a_wide_pass_changes(low, monkeypatch):
@@ -262,7 +262,7 @@ def test_fp32_leaves_no_room(family):
     other = ids.clone()
     other[10] = (ids[10] + 1) % 150
     told = answer.check_rounding(model, inputs, other, ids, 8, exact=model)
-    assert told.slack < 1e-5 and not told.holds
+    assert told.slack < 1e-5 and not told.is_explained
 
 
 def test_the_floor_is_weights_and_cache_over_the_rate(family):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mmaccel import media
 from mmaccel.core.errors import VideoError
 from mmaccel.media.container import Source
-from mmaccel.media.sampling import evenly_spaced_frames, half_tick, nearest_items, sampling_times
+from mmaccel.media.sampling import evenly_spaced_frames, half_tick, pick_nearest, sampling_times
 from tests import python
 from tests.media.films import Film, numbers, set_matrix, write_film
 from tests.spies import refusal
@@ -211,7 +211,7 @@ def test_nearest_agrees_with_a_search_over_all(places: list[int], fps: int, tail
     end = times[-1] + tail / 1000
     kept = [
         round(place * 1000)
-        for place, _ in nearest_items(
+        for place, _ in pick_nearest(
             zip(times, times, strict=True),
             sampling_times(0.0, fps),
             None,
@@ -234,14 +234,14 @@ def test_even_frames_are_taken_as_the_nearest(
     times = [round(n / rate, 3) if rounded else n / rate for n in range(count)]
     stream, fps = list(zip(times, range(count), strict=True)), rate * share
     ticks = list(sampling_times(start / fps, fps, times[-1]))
-    assert list(nearest_items(stream, ticks, early=half_tick(fps))) == list(nearest_items(stream, ticks))
+    assert list(pick_nearest(stream, ticks, early=half_tick(fps))) == list(pick_nearest(stream, ticks))
 
 
 def test_a_still_moment_shows_the_frame_that_stands() -> None:
 
     def shown(stream: list[tuple[float, str]], fps: float, end: float) -> str:
         ticks = sampling_times(0.0, fps, end)
-        return "".join(item for _, item in nearest_items(stream, ticks, early=half_tick(fps)))
+        return "".join(item for _, item in pick_nearest(stream, ticks, early=half_tick(fps)))
 
     found = shown([(0.0, "a"), (0.4, "b"), (10.0, "c"), (11.0, "d")], 2.0, 11.1)
     assert found == "a" + "b" * 19 + "ccd", "c comes at 10 s, tick 20"
@@ -268,11 +268,11 @@ def test_nearest_holds_two_items_at_a_time() -> None:
             most = max(most, len(alive))
             yield float(place), item
 
-    picked = sum(1 for _ in nearest_items(stream(), sampling_times(0.0, 0.1)))
+    picked = sum(1 for _ in pick_nearest(stream(), sampling_times(0.0, 0.1)))
     assert picked == 500
     assert most <= 4
 
 
 @pytest.mark.parametrize("target", [[], [5.0]])
 def test_nearest_of_nothing_is_nothing(target: list[float]) -> None:
-    assert list(nearest_items([], target)) == []
+    assert list(pick_nearest([], target)) == []

@@ -340,7 +340,7 @@ def test_a_second_of_attaching_beside_two_threads_that_generate(family: tuple[st
 def test_threads_that_want_a_change_for_a_while_leave_nothing(family: tuple[str, Any]) -> None:
     """A draft's model is read by many threads, each of which lets its tower see a prompt in parts."""
     from mmaccel.core.attach import adapter_for
-    from mmaccel.models.modules import tower_batched
+    from mmaccel.models.modules import batched_tower
 
     _, model = family
     before, adapter = picture(model), adapter_for(model)
@@ -348,7 +348,7 @@ def test_threads_that_want_a_change_for_a_while_leave_nothing(family: tuple[str,
 
     def work(_: int) -> None:
         for _ in range(20):
-            with tower_batched(adapter, model):  # type: ignore[arg-type]
+            with batched_tower(adapter, model):  # type: ignore[arg-type]
                 inside.wait(20)
                 assert "get_video_features" in model.model.__dict__
             inside.wait(20)

@@ -147,7 +147,7 @@ def test_a_slot_is_given_to_the_next_sequence() -> None:
     ]
     assert len(slots.owners) == 2
     for layer in one:
-        layer.leave_slot()  # a pass of the model comes
+        layer.move_out_of_slot()  # a pass of the model comes
     third = [RecurrentCacheLayer(module) for module in modules]
     assert slots.begin_step(third, 1)[3] == 0
     del other, layer
@@ -250,7 +250,7 @@ def test_a_step_that_fails_leaves_running_states_as_they_were(fails: str, monkey
         assert torch.allclose(go(), plain.step(ids), atol=2e-5)
     with monkeypatch.context() as patch:
         patch.setattr(
-            *places.get(fails, (recurrent, "copy_by_dtype")), Mock(side_effect=torch.OutOfMemoryError("once"))
+            *places.get(fails, (recurrent, "copy_tensors")), Mock(side_effect=torch.OutOfMemoryError("once"))
         )
         with pytest.raises(torch.OutOfMemoryError):
             go()

@@ -21,7 +21,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import deepstack, gemma, generic, step, tiny
 from mmaccel.models.generic import GenericFamily, UnlistedFamily
-from mmaccel.models.prompt_layout import timestamp
+from mmaccel.models.prompt_layout import format_time
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.qwen3_vl import Qwen3VL
 from mmaccel.policies.sparse import grid
@@ -126,7 +126,7 @@ FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
     },
 }
 GEMMA: dict[str, tuple[Any, str, Any, str, str]] = {
-    "images": (BidirectionalImages, "in_new_columns", lambda *a: None, "_dense", "dense, a video"),
+    "images": (BidirectionalImages, "find_new_images", lambda *a: None, "_dense", "dense, a video"),
     "later": (BidirectionalImages, "next_chunk_cut", lambda self, end: end, "_dense", "in chunks"),
     "windows": (
         *(gemma.Gemma3, "sliding_layers", lambda *a: dict.fromkeys(NARROW(*a), 1 << 16)),
@@ -228,5 +228,5 @@ def test_a_time_has_five_characters() -> None:
         1234.5: "1234.",
         86400.0: "86400",
     }
-    assert {time: timestamp(time) for time in times} == times
-    assert all(len(timestamp(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))
+    assert {time: format_time(time) for time in times} == times
+    assert all(len(format_time(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))

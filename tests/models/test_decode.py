@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
 import mmaccel
-from mmaccel.core.adapter import Branches
+from mmaccel.core.adapter import TokenTree
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding import replay
 from mmaccel.core.decoding.draft import Proposal
@@ -25,7 +25,7 @@ from tests.spies import crossed, heard
 BUILD = {name: partial(tiny, name) for name in ("qwen", "llava", "glm4v", "internvl", "qwen2_vl", "qwen3_vl")}
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
 TREE = Proposal(torch.tensor([5, 6, 7, 8, 9]), parents=torch.tensor([-1, -1, 0, 1, 3])).branches
-LATER = Branches(torch.tensor([[True, False, True, False, False, False, True]]), torch.tensor([2]))
+LATER = TokenTree(torch.tensor([[True, False, True, False, False, False, True]]), torch.tensor([2]))
 """A row behind the tree, and what it sees of it."""
 
 

@@ -38,7 +38,9 @@ def asked(kv: Any, draft: Any, frames: int = 18, name: str = "random-qwen", **ch
         if isinstance(stream, LocalDraftStream):
             if told.recipe["draft"]["name"] != "parallel":
                 assert told.draft["counters"]["kv_units"] == told.video_units > 0
-            assert (f"its pruner left out {stream.pruned} visual" in str(told)) == (stream.pruned > 0)
+            assert (f"its pruner left out {stream.pruned_tokens} visual" in str(told)) == (
+                stream.pruned_tokens > 0
+            )
         assert answer.counters.get("failed") is None and not session._live.draft_stream.failed
         return answer, dict(stream.counts) if isinstance(stream, LocalDraftStream) else {}
 

@@ -158,7 +158,7 @@ def test_tokens_that_are_never_said_are_those_in_every_type(dtype: torch.dtype) 
 class Stand:
     """A sequence of so many rounds in `Batch`, whose draft's logits end in an error if it is `bad`."""
 
-    may_adapt_draft_length, has_unread_draft, judged, together = False, False, (0, 0), None
+    may_adapt_draft_length, needs_draft_prefill, judged, together = False, False, (0, 0), None
 
     def __init__(self, rounds: int, bad: bool = False, begun: Callable[[], object] = lambda: None) -> None:
         self.left, self.bad, self.ended, self.target, self.dropped = rounds, bad, False, self, 0
@@ -197,11 +197,11 @@ def test_logits_that_one_draft_cannot_take_are_nothing_to_the_others() -> None:
 class Adapts(Stand):
     """One whose draft reads its prompt in the first round in which it drafts."""
 
-    may_adapt_draft_length, has_unread_draft = True, True
+    may_adapt_draft_length, needs_draft_prefill = True, True
 
     def rows_to_verify(self, most: int | None) -> Any:
         self.asked = most
-        self.has_unread_draft = self.has_unread_draft and not most
+        self.needs_draft_prefill = self.needs_draft_prefill and not most
         yield from ()
         return (torch.zeros(1, 1).long(),)
 

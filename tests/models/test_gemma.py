@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import mmaccel
-from mmaccel.core.adapter import Branches
+from mmaccel.core.adapter import TokenTree
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.models import sliding
@@ -192,7 +192,7 @@ def test_rows_of_a_tree_see_their_window(built: Any) -> None:
         owner = None if recipe is None else mmaccel.accelerate(model, recipe)
         runner = HFRunner.open(model, adapter_for(model))
         runner.prefill(inputs)
-        rows.append(runner.step(ids, Branches(sees, torch.tensor([0, 0, 1]))))
+        rows.append(runner.step(ids, TokenTree(sees, torch.tensor([0, 0, 1]))))
         runner.truncate(runner.length() - 3)
         alone = runner.step(ids[:, 1:])
         assert (rows[-1][:, 1:] - alone).abs().max() < 2e-5

@@ -25,8 +25,8 @@ from mmaccel.core.errors import MmaccelWarning
 from mmaccel.models import install
 from mmaccel.models.attention import KVCache
 from mmaccel.models.install import Hooks, shared_hooks
-from mmaccel.models.modules import tower_batched
-from mmaccel.models.recurrent import close_hooks_in_finalizer, hook_inputs, make_rollback_cache
+from mmaccel.models.modules import batched_tower
+from mmaccel.models.recurrent import add_input_hooks, close_hooks_in_finalizer, make_rollback_cache
 from tests import python
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 from tests.models.tiny_random import BUILD, EVERY, PROMPTS, prompt
@@ -154,7 +154,7 @@ def test_a_hook_that_goes_while_the_hooks_of_its_module_run_records_nothing() ->
     module = nn.Identity()
     module.norm = nn.Identity()
     module.register_forward_pre_hook(lambda *_: collect())
-    collect = noted(module, lambda hooks: hook_inputs(hooks, [module]))
+    collect = noted(module, lambda hooks: add_input_hooks(hooks, [module]))
     assert module(torch.ones(1)) == 1 and len(module._forward_pre_hooks) == 1
 
 
@@ -175,8 +175,8 @@ def test_a_tower_runs_in_parts_until_the_last_has_left(first: bool) -> None:
     model = BUILD["qwen"]()
     family: Any = adapter_for(model)
     one, other = (ExitStack() for _ in range(2))
-    one.enter_context(tower_batched(family, model, fuse=first))
-    other.enter_context(tower_batched(family, model, fuse=not first))
+    one.enter_context(batched_tower(family, model, fuse=first))
+    other.enter_context(batched_tower(family, model, fuse=not first))
     one.close()
     assert getattr(family.multimodal(model).get_video_features, "by_parts", False)
     other.close()

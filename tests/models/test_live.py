@@ -170,7 +170,7 @@ async def test_who_reads_no_further_ends_the_answer() -> None:
 def test_wrong_frames_are_told_beside_an_answer() -> None:
     """What changed nothing is not taken back, and so waits for no answer."""
     with open_session("random-ov", TIGHT["rekv"], 4) as session:
-        with session._asking.holding(), ThreadPoolExecutor(1) as other:
+        with session._asking.hold(), ThreadPoolExecutor(1) as other:
             late = other.submit(session.watch, film(2), [0.0, 1.0])
             with pytest.raises(ModelError, match="be later than"):
                 late.result(5)
@@ -180,7 +180,7 @@ def test_wrong_frames_are_told_beside_an_answer() -> None:
 def test_a_call_waits_for_a_clip_of_another_by_its_deadline() -> None:
     with (
         open_session("random-ov", TIGHT["rekv"]) as session,
-        session._stream.holding(),
+        session._stream.hold(),
         ThreadPoolExecutor(1) as other,
     ):
         late = other.submit(session.watch, film(2), fps=FPS, timeout=0.2)
@@ -194,12 +194,12 @@ def test_waiting_is_told_apart_from_work_and_figures_are_read_between_passes() -
         assert session.waited_s < 0.1
         session.watch(film(2), fps=FPS)
         before = session.waited_s
-        with session._stream_adapter.turns.holding():
+        with session._stream_adapter.turns.hold():
             taken = pool.submit(session.watch, film(2), fps=FPS)
             wait([taken], 0.3)
         assert taken.result() == 2 and 0.15 < session.waited_s - before < 10
         # Figures are read between passes.
-        with session._stream_adapter.turns.holding():
+        with session._stream_adapter.turns.hold():
             reads = [pool.submit(session.counters), pool.submit(session.clusters)]
             assert not wait(reads, 0.2).done
         assert reads[0].result(5)["bytes"] and reads[1].result(5) is not None

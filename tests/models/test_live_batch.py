@@ -46,7 +46,7 @@ def at_once(sessions: list[mmaccel.VideoSession]) -> list[Any]:
     works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(sessions)]
     turns = sessions[0]._stream_adapter.turns
     with ThreadPoolExecutor(len(works)) as pool:
-        with turns.holding():
+        with turns.hold():
             futures = [pool.submit(work) for work in works]
             # What comes before a pass is short; then all wait for the pass.
             until(lambda: len(turns._waiting) == len(works))
@@ -117,7 +117,7 @@ def test_a_call_that_ends_while_it_waits_is_not_taken_in(batches: list[int]) -> 
     turns, before = sessions[0]._stream_adapter.turns, [len(one) for one in sessions]
     batches.clear()
     works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(sessions)]
-    with turns.holding():
+    with turns.hold():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mmaccel.core.streams.intake.FrameIntake, "_turn", turned)
             threads = beside(*works)
@@ -205,7 +205,7 @@ def test_a_pass_that_has_waited_comes_before_all_that_is_short(monkeypatch: pyte
     turns = one._stream_adapter.turns
 
     def run_pass() -> None:
-        with turns.holding(over=lambda: False):
+        with turns.hold(over=lambda: False):
             order.append("pass")
 
     def run_short() -> None:
@@ -214,7 +214,7 @@ def test_a_pass_that_has_waited_comes_before_all_that_is_short(monkeypatch: pyte
 
     monkeypatch.setattr(one._live, "counters", lambda: order.append("counters"))
     works, threads = [run_pass, run_short, one.counters], list[threading.Thread]()
-    with turns.holding():
+    with turns.hold():
         for work in works:
             threads.extend(beside(work))
             until(lambda: len(turns._waiting) == len(threads))
@@ -241,7 +241,7 @@ def test_sessions_that_wrap_one_stock_processor_share_batches() -> None:
     cpu, stock = torch.device("cpu"), object()
     told = [SimpleNamespace(stock=one) for one in (stock, stock, object())]
     first, second, third = (
-        HFStreamAdapter.batched.fget(  # type: ignore[attr-defined]
+        HFStreamAdapter.batch_key.fget(  # type: ignore[attr-defined]
             SimpleNamespace(frame_pruner=None, layer_devices=[cpu], device=cpu, processor=one)
         )
         for one in told

@@ -176,7 +176,7 @@ def test_what_fails_in_one_memory_leaves_the_other_answers(
             return getattr(state, "_main", None) is bad._live.state and late()  # type: ignore[union-attr]
 
         with monkeypatch.context() as patch:
-            broken(patch, kind, "write_slot_per_layer", full, fails)
+            broken(patch, kind, "new_kv_slots", full, fails)
             found = at_once([lambda: told(good.ask(QUESTION, TOKENS)), lambda: bad.ask(QUESTION, TOKENS)])
         assert found[0] == alone and isinstance(found[1], torch.OutOfMemoryError)
         assert max(seen) == 2
@@ -334,7 +334,7 @@ def test_who_needs_the_session_alone_waits_for_all_answers(most: int, monkeypatc
         want = told(session.ask(QUESTION, TOKENS))
         replies = [session.ask(QUESTION, TOKENS, stream=True) for _ in range(4)]
         next(replies[0])
-        with session._asking.holding():
+        with session._asking.hold():
             assert session._asking._left == 0
             running = sum(one.answer is None and one._thread.is_alive() for one in replies)
         for one in replies:
@@ -355,7 +355,7 @@ def test_what_is_old_goes_although_answers_overlap(monkeypatch: pytest.MonkeyPat
             session.watch(film(20, seed=5), fps=FPS)
         held: Any = session._live.state.store.units if session._live is not None else None
         before = len(held(0))
-        with session._stream.holding():
+        with session._stream.hold():
             at_once([lambda: session.ask(QUESTION, 2)])
             assert len(held(0)) == before
         session.ask(QUESTION, 2)

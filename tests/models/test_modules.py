@@ -241,7 +241,7 @@ def test_frames_are_pooled_with_the_channels_last(monkeypatch: pytest.MonkeyPatc
     # So they are in a session without a recipe, and once in one of a model that has one.
     for recipe in (False, True):
         fast = mmaccel.accelerate(model, "dense") if recipe else contextlib.nullcontext()
-        with fast, modules.tower_batched(adapter_for(model), model, fuse=False):
+        with fast, modules.batched_tower(adapter_for(model), model, fuse=False):
             assert model.model.apply_pooling.args[0] == plain
     assert "apply_pooling" not in vars(model.model)
 

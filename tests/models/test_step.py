@@ -337,7 +337,7 @@ def test_captures_of_answers_are_given_back(monkeypatch: pytest.MonkeyPatch) -> 
         live: Any = session._live
         steps, shape = live.adapter._few, live.adapter.view.geometry
         replays = steps._replays
-        replays.set_data_place("a stream")
+        replays.drop_if_moved("a stream")
         key = torch.zeros(1, shape.kv_heads, 400, shape.head_dim)
         angles = torch.ones(1, 1, 1, shape.head_dim), torch.zeros(1, 1, 1, shape.head_dim)
         for few in range(1, 3 * replay.KEPT):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core.adapter import Branches
+from mmaccel.core.adapter import TokenTree
 from mmaccel.core.decoding.draft import Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.memory.kv import KVView
@@ -84,9 +84,9 @@ def test_each_branch_of_a_tree_says_what_it_says_alone(name: str, kv: str) -> No
             then = asked.step(torch.tensor([[3]]))[0]
             asked.truncate(start)
             for cut in (7, 3):
-                pieces = [Branches(tree.sees[:cut, :cut], tree.depth[:cut])]
+                pieces = [TokenTree(tree.sees[:cut, :cut], tree.depth[:cut])]
                 if cut < 7:
-                    pieces.append(Branches(tree.sees[cut:], tree.depth[cut:]))
+                    pieces.append(TokenTree(tree.sees[cut:], tree.depth[cut:]))
                 parts = rows.split([cut, 7 - cut][: len(pieces)], 1)
                 found = torch.cat([asked.step(*one) for one in zip(parts, pieces, strict=True)], 1)[0]
                 for own, want in zip(rows_of, alone, strict=True):
@@ -260,7 +260,7 @@ def test_a_tree_on_a_stream_is_weighed_as_a_chain_is() -> None:
     )
 
     def attended(
-        query: torch.Tensor, keep: list[int], branches: Branches | None, bias: float
+        query: torch.Tensor, keep: list[int], branches: TokenTree | None, bias: float
     ) -> torch.Tensor:
         shown = KVView(key[:, :, keep], value[:, :, keep], query=query, bias=torch.full((5,), bias))
         state: Any = SimpleNamespace(view=lambda layer, query: shown)
@@ -268,8 +268,8 @@ def test_a_tree_on_a_stream_is_weighed_as_a_chain_is() -> None:
         run = ForwardPass(config, state=state, prefill=False, stream=True, branches=branches)
         return run.attend(0, query, key, value, 8**-0.5)
 
-    chain = Branches(torch.ones(3, 3).tril().bool(), torch.arange(3))
-    fork = Branches(torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool(), torch.tensor([0, 1, 1]))
+    chain = TokenTree(torch.ones(3, 3).tril().bool(), torch.arange(3))
+    fork = TokenTree(torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool(), torch.tensor([0, 1, 1]))
     everything = list(range(10))
     want = attended(query, everything, None, 3.0)
     assert (attended(query, everything, chain, 3.0) - want).abs().max() <= 1e-6

@@ -155,7 +155,7 @@ MEMORIES: dict[str, tuple[dict[str, Any], int]] = {
 """Each with the launches of a pass at most."""
 KERNELS = [
     (clusters, name)
-    for name in ("score_keys", "mask_beyond_budget", "scores_and_preceding", "select_entries", "mean_query")
+    for name in ("score_keys", "mask_beyond_budget", "mask_and_count_better", "select_entries", "mean_query")
 ]
 
 
@@ -212,4 +212,4 @@ def test_watching_reads_nothing_back_and_launches_little(memory: str, monkeypatc
         assert live.state.units() == before + 8
         launched = sum(counted.launched.values())
         assert 100 < launched <= most, counted.launched.most_common()
-        assert (counted.launched["gather_units"] > 0) == (memory == "mosaic, retrieving")
+        assert (counted.launched["copy_units"] > 0) == (memory == "mosaic, retrieving")

@@ -78,7 +78,7 @@ def test_a_file_becomes_for_qwen_what_qwen_vl_utils_makes_of_it(
 
 
 def test_of_a_long_video_pixels_are_shared_out() -> None:
-    budget = Processor.from_pretrained(mmaccel.models.shipped.model_folder("tiny-qwen")).style.budget
+    budget = Processor.from_pretrained(mmaccel.models.shipped.tiny_model_folder("tiny-qwen")).style.budget
     assert budget.frame_count(100_000, 25.0) == 768 and budget.frame_count(1, 30.0) == 1
     rows, columns = budget.frame_size(768, 1080, 1920)
     assert 0.9 * 128000 * 28 * 28 / 768 * 2 >= rows * columns > 0.7 * 0.9 * 128000 * 28 * 28 / 768 * 2

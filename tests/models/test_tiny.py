@@ -8,7 +8,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import mmaccel
 from mmaccel.core.errors import MmaccelError, ModelError
-from mmaccel.models.shipped import model_folder
+from mmaccel.models.shipped import tiny_model_folder
 from mmaccel_lab import tiny, world
 from mmaccel_lab.tiny.configs import SPECS, build_model
 from mmaccel_lab.tiny.package import export
@@ -148,10 +148,10 @@ def test_a_processed_video_is_what_training_shows(name, random_folder):
 
 def test_missing_weights_and_names_are_told(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="choose one of tiny-ov"):
-        model_folder("tiny")
+        tiny_model_folder("tiny")
     monkeypatch.setattr(tiny, "ROOT", tmp_path)
     with pytest.raises(ModelError, match="make train"):
-        model_folder("tiny-ov")
+        tiny_model_folder("tiny-ov")
     with pytest.raises(MmaccelError, match="did you mean 'tiny-ov'"):
         mmaccel.load_processor("tiny-vo")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.models import qwen2_5_vl
-from mmaccel.models.modules import tower_batched
+from mmaccel.models.modules import batched_tower
 from mmaccel.models.qwen2_5_vl import WINDOW_ATTENTION
 from tests.models.streams import film, pair
 from tests.models.test_vision_parts import mixed_qwen
@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def batched(model: Any) -> AbstractContextManager[None]:
-    return tower_batched(adapter_for(model), model)
+    return batched_tower(adapter_for(model), model)
 
 
 def pixels_of(grids: list[list[int]], seed: int = 3) -> tuple[Tensor, Tensor]:

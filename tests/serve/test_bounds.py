@@ -173,7 +173,7 @@ def test_shrinking_leaves_what_was_made_meanwhile() -> None:
         for key, one in zip(("a", "b"), old, strict=True):
             videos._videos[key] = asyncio.get_running_loop().create_future()
             videos._videos[key].set_result(one)  # type: ignore[arg-type]
-        assert await videos.shrink(0) == 2
+        assert await videos.close_unused(0) == 2
         assert all(one.closed for one in old) and not new.closed and len(videos._videos) == 2
 
     asyncio.run(work())

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from mmaccel.core.errors import ModelError
-from mmaccel.models.shipped import model_folder
+from mmaccel.models.shipped import tiny_model_folder
 from mmaccel_lab import tiny, world
 from mmaccel_lab.tiny import tower
 from mmaccel_lab.tiny.configs import SPECS, build_model
@@ -178,10 +178,10 @@ def test_installing_puts_models_where_they_are_found(
     monkeypatch.setattr(tiny, "ROOT", tmp_path)
     assert main(["install", str(tmp_path)]) == 2 and "give the --out folder" in capsys.readouterr().err
     with pytest.raises(ModelError, match="make train"):
-        model_folder(NAME)
+        tiny_model_folder(NAME)
     for _ in range(2):
         assert main(["install", str(run.parent)]) == 0
-        assert model_folder(NAME) == tmp_path / NAME and [p.name for p in tmp_path.iterdir()] == [NAME]
+        assert tiny_model_folder(NAME) == tmp_path / NAME and [p.name for p in tmp_path.iterdir()] == [NAME]
 
 
 def test_a_device_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

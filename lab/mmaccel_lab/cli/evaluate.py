@@ -9,7 +9,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Draft, Dtype, Json, Model
-from mmaccel.cli.console import format_number, out, print_json, progress_bars, progress_callback, remark, say
+from mmaccel.cli.console import echo, format_number, out, print_json, progress_bars, progress_callback, remark
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, kinds_of, lengths_of, tell_stop
 
@@ -160,7 +160,7 @@ def caption(
         told_line = f"{result['captions']} captions, {result['tokens']} tokens: {right} right"
         if second is not None:
             told_line += f", the draft agrees on {format_number(shares['agreement'], '.1%')}"
-        say(told_line)
+        echo(told_line)
     if stopped:
         tell_stop(len(rows))
         raise typer.Exit(130)
@@ -271,7 +271,7 @@ def table(
         if worth and as_json:
             print_json(result())
         elif lines or whole:
-            say(markdown(lines))
+            echo(markdown(lines))
     write()
     if stopped:
         tell_stop(len(lines), GO_ON if output is not None else "")

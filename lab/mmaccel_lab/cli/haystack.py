@@ -10,7 +10,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Model
-from mmaccel.cli.console import format_number, out, plural, print_json, progress_bars, progress_callback, say
+from mmaccel.cli.console import echo, format_number, out, plural, print_json, progress_bars, progress_callback
 from mmaccel.core.errors import UnknownName, WorldError
 from mmaccel.core.recipe import Recipe
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, lengths_of, tell_stop
@@ -370,7 +370,7 @@ def _show(
     for one in missed:
         why = "no budget tried comes nearer" if one["budget"] else "it has no budget"
         run = f" (--seed {one['seed']})" if several else ""
-        say(
+        echo(
             f"{one['rival']} computes {one['share']:.1%} of the first prompt of {plural(one['frames'], 'frame')}{run}, "
             f"and {one['yardstick'] or 'what it is levelled with'} {one['wanted']:.1%}: {why}."
         )
@@ -379,7 +379,7 @@ def _show(
 def _tell_rest(rest: Sequence[Shot], path: Path | None) -> None:
     names = ", ".join(dict.fromkeys(shot.recipe for shot in rest))
     lengths = ", ".join(str(frames) for frames in sorted({shot.frames for shot in rest}))
-    say(
+    echo(
         f"{path} also holds {plural(len(rest), 'answer')} not asked for here ({names}; {lengths} frames): "
         f"--rows {path} shows all."
     )

@@ -14,6 +14,7 @@ from mmaccel.cli.ask import answer_with_each_recipe, comparison_tables
 from mmaccel.cli.choices import Device, Dtype, Json, Model
 from mmaccel.cli.console import (
     add_bar,
+    echo,
     format_number,
     group_table_columns,
     out,
@@ -22,7 +23,6 @@ from mmaccel.cli.console import (
     progress_bars,
     progress_callback,
     remark,
-    say,
 )
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.cli.arguments import kinds_of, tell_stop
@@ -63,7 +63,7 @@ def world(
     if truth is not None:
         truth.write_text(json.dumps(made.truth(), indent=2) + "\n", encoding="utf-8")
     told = f"{output}: {plural(frames, 'frame')}, {plural(len(made.cards), 'card')}, {plural(len(made.segments), 'scene')}"
-    say(told)
+    echo(told)
 
 
 def demo(

@@ -16,7 +16,7 @@ from mmaccel_lab.train.data import KINDS, Batch
 
 @dataclass
 class Feed:
-    """A batch on the device; `codec` stays on the CPU. `seen` as in `Branches`."""
+    """A batch on the device; `codec` stays on the CPU. `seen` as in `TokenTree`."""
 
     ids: Tensor
     positions: Tensor

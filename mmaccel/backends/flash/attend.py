@@ -23,13 +23,13 @@ from mmaccel.backends.flash.tiles import (
     TileSizes,
     compact_mask_rows,
     concatenate_broadcast,
+    join_bounds,
     join_tiles,
     key_bounds,
     key_run_mask_tensors,
     pad_to_tiles,
     position_run_mask_tensors,
     repeat_block_kinds,
-    window_bounds,
 )
 from mmaccel.backends.ops.block_attend import (
     BlockAttendCall,
@@ -59,7 +59,7 @@ class FlashCallLayout(NamedTuple):
     own       None: the keys of all spans are gathered one after another, each span from a tile boundary on; else all spans
               read the first `own` keys of the key tensor in place
     in_place  whether queries are read in place; otherwise they are gathered in the part's order
-    bounds, seen  results of `window_bounds`; None if the mask needs tensors
+    bounds, seen  results of `join_bounds`; None if the mask needs tensors
     sizes     numbers of queries and keys of the call, padding included
     """
 
@@ -72,10 +72,10 @@ class FlashCallLayout(NamedTuple):
     sizes: tuple[int, int]
 
     @classmethod
-    def of(cls, part: Part, n: int, block_q: int, block_k: int, rows: int) -> FlashCallLayout:
+    def choose(cls, part: Part, n: int, block_q: int, block_k: int, rows: int) -> FlashCallLayout:
         """Choose the layout of the flash-attn call for `part` and a query of `n` rows; `rows`: as in `block_attend`."""
         plain = all(span.lists.index is None for span in part.spans)
-        tiles = TileSizes.of(block_q, block_k, plain)
+        tiles = TileSizes.choose(block_q, block_k, plain)
         P = part.q_row.shape[-1]
         in_place = part.ordered is not None and rows == n <= P
         spans, begin = [], 0
@@ -92,7 +92,7 @@ class FlashCallLayout(NamedTuple):
         bounds = None if own is None else key_bounds(part)
         seen = None
         if bounds is not None:
-            bounds, seen = window_bounds(bounds, queries, tiles)
+            bounds, seen = join_bounds(bounds, queries, tiles)
         return cls(spans, tiles, own, in_place, bounds, seen, (queries, begin if own is None else own))
 
     @property
@@ -133,12 +133,12 @@ def prepare_mask_tensors(
     (H, n), group = query.shape[1:3], query.shape[1] // key.shape[1]
 
     def made() -> list[Tensor]:
-        setup = FlashCallLayout.of(part, n, block_q, block_k, rows)
+        setup = FlashCallLayout.choose(part, n, block_q, block_k, rows)
         found = setup.mask_tensors((block_q, block_k))
         if setup.fits_plan_cache:
             found += [
                 t
-                for heads in head_chunks(setup.block_lists, H, group)
+                for heads in chunk_heads(setup.block_lists, H, group)
                 for t in setup.block_sparse_tensors(heads)
             ]
         return found
@@ -166,7 +166,7 @@ def block_attend(call: BlockAttendCall) -> tuple[Tensor, Tensor]:
         # The kernel takes the largest score before it scales, which a positive scale alone allows.
         query, scale = query * scale, 1.0
 
-    setup = FlashCallLayout.of(part, n, block_q, block_k, rows)
+    setup = FlashCallLayout.choose(part, n, block_q, block_k, rows)
     tiles, group = setup.tiles, H // key.shape[1]
     q = query.transpose(1, 2)
     if not setup.in_place:
@@ -180,7 +180,7 @@ def block_attend(call: BlockAttendCall) -> tuple[Tensor, Tensor]:
     count = 0 if setup.bounds is not None else len(part.spans) + (not setup.compares_key_indices)
     tests, tables = prepared[:count], prepared[count:]
     outs, sums = [], []
-    for i, heads in enumerate(head_chunks(setup.block_lists, H, H // key.shape[1])):
+    for i, heads in enumerate(chunk_heads(setup.block_lists, H, H // key.shape[1])):
         tensors = tables[4 * i : 4 * i + 4] if tables else setup.block_sparse_tensors(heads)
         mine = [
             expand_batch_and_heads(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start)
@@ -215,7 +215,7 @@ def check_call(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: 
         why = f"serves heads of {', '.join(map(str, SIZES))}, not of {size} and {value.shape[-1]}"
     elif not plain and min(block_q, block_k) < LEAST:
         why = f"serves these lists in blocks of {LEAST} or more, not of {block_q} by {block_k}"
-    elif part.uses_extras:
+    elif part.needs_extensions:
         why = "serves no bias, no keys of a span's own and no window of a part"
     else:
         return _check_table(part, len(query), block_q, block_k)
@@ -243,7 +243,7 @@ def gather_head_rows(x: Tensor, row: Tensor, heads: int) -> Tensor:
     return x.transpose(1, 2)[batch, row.clamp(min=0).transpose(1, 2).long(), source]
 
 
-def head_chunks(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator[slice]:
+def chunk_heads(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator[slice]:
     """Yield slices of heads whose block-sparse tensors are built together: all heads if they share lists, else as many as
     fit in memory, in multiples or divisors of the `group` that shares a key/value head."""
     step = heads
@@ -266,7 +266,7 @@ def _block_tensors(
 ) -> tuple[Tensor, ...]:
     """Block-sparse tensors of flash-attn for `n_query` queries and `n_key` keys: count [b, h, M] and index [b, h, M, N] of
     masked tiles, then of unmasked tiles, int32. Spans are concatenated, or `together` over the same keys. `seen`: see
-    `window_bounds`."""
+    `join_bounds`."""
     pairs: list[Sequence[Tensor]] = [
         join_tiles(repeat_block_kinds(one.to_dense_table(), *tiles.cut), *tiles.joined) for one in lists
     ]

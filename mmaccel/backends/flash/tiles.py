@@ -32,7 +32,7 @@ class TileSizes:
     cut: tuple[int, int]
 
     @classmethod
-    def of(cls, block_q: int, block_k: int, plain: bool) -> TileSizes:
+    def choose(cls, block_q: int, block_k: int, plain: bool) -> TileSizes:
         """Choose tile sizes: `TILE` x `TILE` if all lists are runs of consecutive blocks (`plain`); else blocks of at most
         `TILE` tokens are tiles, and larger ones are cut into tiles of `TILE`."""
         queries, keys = (TILE if plain else min(block, TILE) for block in (block_q, block_k))
@@ -86,7 +86,7 @@ def key_bounds(part: Part) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def window_bounds(
+def join_bounds(
     bounds: tuple[int, ...], n_query: int, tiles: TileSizes
 ) -> tuple[tuple[int, ...], tuple[int, int] | None]:
     """Reduce the bounds of a sliding-window span plus an attention-sink span to one mask.

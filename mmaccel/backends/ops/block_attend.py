@@ -242,7 +242,7 @@ class Part:
         return replace(self, q_row=self.q_row.to(device), spans=spans)
 
     @property
-    def uses_extras(self) -> bool:
+    def needs_extensions(self) -> bool:
         """Whether this plan part needs a key bias, keys of a span's own, or a row window; not all backends support these."""
         own = any(span.bias is not None or span.key is not None for span in self.spans)
         return own or self.edge is not None

@@ -57,7 +57,7 @@ def _key_block_shapes(
 
 
 @operator("prefill.lists", fake=_key_block_shapes)
-def key_band(
+def list_band(
     q_row: Tensor, k_row: Tensor, q_pos: Tensor, k_pos: Tensor, lo: int, hi: int, block_q: int, block_k: int
 ) -> tuple[Tensor, Tensor]:
     """List, for each query block, the key blocks of a band: those that may hold a pair with ``lo <= q_pos - k_pos < hi``.
@@ -86,7 +86,7 @@ def key_band(
 @operator(
     "prefill.lists", fake=lambda row, q_row, k_row: row.new_empty(common_batch_and_heads(row, q_row, k_row))
 )
-def listed_area(
+def listed_pairs(
     row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
 ) -> Tensor:
     """Count the query-key pairs in listed blocks, [b, h] int64. row [b, h, M, 5] and index: the fields of a `BlockLists`.

@@ -64,7 +64,7 @@ class NewestEntries(NamedTuple):
     parts: int
     entries: int
 
-    def numbers(self) -> Tensor:
+    def entry_numbers(self) -> Tensor:
         """Indices of the last `entries` entries of the stream, ascending."""
         return self.units * self.parts - self.entries + torch.arange(self.entries, device=self.units.device)
 
@@ -117,7 +117,7 @@ def mask_beyond_budget(score: Tensor, size: Tensor, limit: int, fewest: int) -> 
 
 
 @operator("stream", serves=_few)
-def scores_and_preceding(
+def mask_and_count_better(
     score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Set the score [R, C] of excluded clusters to -inf; return it, and how many entries better-scored clusters hold, [R, C]
@@ -144,7 +144,7 @@ def select_entries(
 
     Retrieves `budget` entries: whole clusters, best first, then the best entries (by `own`) of the one that does not fit;
     returned ascending, followed by the entries of `late`. The entries to prefetch are in cluster order, padded with -1.
-    before [R, C]: how many entries better clusters hold, from `scores_and_preceding`.
+    before [R, C]: how many entries better clusters hold, from `mask_and_count_better`.
     """
     width = budget + lists.largest - 1
     found = _entries_in_order(before, lists, max(width, ahead))
@@ -158,12 +158,12 @@ def select_entries(
     best = scores.add(apart, alpha=APART).sort(descending=True, stable=True).indices[:budget]
     chosen = entries[best].sort().values
     if late is not None:
-        chosen = torch.cat([chosen, late.numbers()])
+        chosen = torch.cat([chosen, late.entry_numbers()])
     return chosen, found[1, :ahead] if len(found) > 1 else None
 
 
 @operator("stream", serves=_few)
-def write_summary_tokens(
+def write_best_clusters(
     score: Tensor,
     picked: Tensor,
     size: Tensor,
@@ -253,7 +253,7 @@ def predict_next_layer_input(
 
 
 @operator("stream")
-def find_host_slots(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
+def mark_host_slots(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
     """Look up which of the distinct `entries` [n] are in host memory, and mark them in `table` as prefetched. table [m]
     gives where each entry is: a number below `slots` [1] is a host slot, any other a place on the device; its last element
     is scratch. Returns host slots [n], -1 for an entry that is not on the host. The i-th entry, if it was on the host, is
@@ -271,7 +271,7 @@ def slab_alignment(slab: Sequence[Tensor]) -> int:
 
 
 @operator("stream", mutates=("out",), fake=lambda: None)
-def gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor, grain: int) -> None:
+def copy_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor, grain: int) -> None:
     """Copy key/value units from host memory to `out`, in the order of `slot`; one kernel launch if Triton runs.
 
     out    [2, G, n * P, D] on the device: keys, then values, the last two dimensions dense; or [2, G, n, P, D], where units

@@ -110,7 +110,7 @@ def _strongest_shapes(columns: Tensor, vertical: int, slash: int) -> tuple[Tenso
 
 
 @operator("prefill.lines", fake=_strongest_shapes)
-def strongest(
+def choose_lines(
     columns: Tensor, diagonals: Tensor, last: Tensor, vertical: int, slash: int
 ) -> tuple[Tensor, Tensor]:
     """Return indices of the K highest-scoring columns and K highest-scoring diagonals, [B, H, K] long, ascending; scores
@@ -139,7 +139,7 @@ def _line_shapes(row: Tensor, columns: Tensor, block: int) -> tuple[Tensor, ...]
 
 
 @operator("prefill.lines", fake=_line_shapes)
-def split_line_keys(
+def split_columns(
     row: Tensor, columns: Tensor, diagonals: Tensor, width: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Split keys `row` [B, N], at positions below `width`, into chosen columns [B, H, K] and the rest; mark chosen diagonals

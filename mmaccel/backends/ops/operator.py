@@ -204,7 +204,7 @@ def runs_triton_in_float32(first: Tensor, *rest: Any) -> bool:
     return first.dtype != torch.float64 and runs_triton(first)
 
 
-def is_traced() -> bool:
+def needs_torch_library() -> bool:
     """Whether a call must go through torch.library: under torch.compile, a dispatch mode (such as fake tensors), or enabled
     gradients, which torch.library rejects for these operators."""
     return (
@@ -220,9 +220,8 @@ def import_on_first_call(module: str, name: str) -> Callable[..., Any]:
 class Operator(Generic[P, R]):
     """A tensor function with a plain PyTorch form and a Triton kernel, and, with a fake, a torch.library operator.
 
-    A `is_traced` call uses the operator ``mmaccel::<name>``. Any other goes directly to the kernel or the plain form, since
-    torch.library costs 40 us of host time.
-    """
+    A `needs_torch_library` call uses the operator ``mmaccel::<name>``. Any other goes directly to the kernel or the plain
+    form, since torch.library costs 40 us of host time."""
 
     plain: Callable[P, R]
     """The plain form, which runs on every device."""
@@ -249,7 +248,7 @@ class Operator(Generic[P, R]):
             self.op.register_fake(_of_some(fake, inspect.signature(plain)))
 
     def __call__(self, *args: P.args, **named: P.kwargs) -> R:
-        if self.op is not None and is_traced():
+        if self.op is not None and needs_torch_library():
             result: R = self.op(*args, **named)
             return result
         return self.call_directly(*args, **named)

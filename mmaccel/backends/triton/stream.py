@@ -128,7 +128,7 @@ def _scores_and_preceding_kernel(
     SCORE, SIZE, PARENT, WITHOUT, OUT, BEFORE, C, V,
     STAGED: tl.constexpr, BLOCK: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `scores_and_preceding`, for BLOCK clusters of a layer."""
+    """Kernel of `mask_and_count_better`, for BLOCK clusters of a layer."""
     row = tl.program_id(1).to(tl.int64)
     visual, row = WITHOUT + row * V, row * C
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -250,7 +250,7 @@ def _summary_tokens_kernel(
     D: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, HIDES: tl.constexpr, BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `write_summary_tokens`: rank BLOCK clusters, and copy each one's mean key and value to its rank."""
+    """Kernel of `write_best_clusters`: rank BLOCK clusters, and copy each one's mean key and value to its rank."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     score, size, picked = _standing(SCORE, PICKED, SIZE, at, C)
     place = tl.zeros([BLOCK], tl.int32)
@@ -341,7 +341,7 @@ def _predict_hidden_kernel(
 
 @triton.jit(do_not_specialize=["n", "last"])
 def _assign_prefetch_slots_kernel(TABLE, ENTRY, SLOTS, BEGIN, OUT, n, last, BLOCK: tl.constexpr):
-    """Kernel of `find_host_slots`, for some entries. Only the table's last slot, which is scratch, is shared by programs."""
+    """Kernel of `mark_host_slots`, for some entries. Only the table's last slot, which is scratch, is shared by programs."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.load(ENTRY + at, mask=at < n, other=-1)
     place = tl.where(entry < 0, last, entry)
@@ -357,7 +357,7 @@ def _gather_kernel(
     GROUPS: tl.constexpr, RUN: tl.constexpr, EACH: tl.constexpr, WORD: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Kernel of `gather_units`: copy blocks of BLOCK words of one head of keys or values of one unit; a head has RUN words,
+    """Kernel of `copy_units`: copy blocks of BLOCK words of one head of keys or values of one unit; a head has RUN words,
     and EACH words lie between units in the output.
 
     With PAIRS every head starts at an even word. Unless loads are as wide as stores, sectors cross the bus twice.
@@ -420,8 +420,8 @@ def mask_beyond_budget(score, size, limit, fewest):
     return out
 
 
-def scores_and_preceding(score, size, parent, without):
-    """Launch `ops.clusters.scores_and_preceding`: scores [R, C], -inf if excluded, and entries of better clusters."""
+def mask_and_count_better(score, size, parent, without):
+    """Launch `ops.clusters.mask_and_count_better`: scores [R, C], -inf if excluded, and entries of better clusters."""
     R, C = score.shape
     out, before = torch.empty_like(score), torch.empty(R, C, dtype=torch.long, device=score.device)
     staged = parent is not None and without is not None
@@ -455,8 +455,8 @@ def select_entries(before, lists, budget, ahead, own, late):
     return out, coming
 
 
-def write_summary_tokens(score, picked, size, rows, time, out, head, left, tokens):
-    """Launch `ops.clusters.write_summary_tokens`: summary tokens of the best clusters, their times and biases."""
+def write_best_clusters(score, picked, size, rows, time, out, head, left, tokens):
+    """Launch `ops.clusters.write_best_clusters`: summary tokens of the best clusters, their times and biases."""
     (C,), count, D, (key, value) = score.shape, out.shape[2], out.shape[3], rows
     times = torch.empty(count, dtype=time.dtype, device=time.device)
     added = torch.empty(head + count, device=score.device)
@@ -491,8 +491,8 @@ def predict_next_layer_input(words, count, known, before, seen):
     return out
 
 
-def find_host_slots(table, entries, slots, begin):
-    """Launch `ops.clusters.find_host_slots`: host slots [n] of `entries`, -1 for none; updates `table`."""
+def mark_host_slots(table, entries, slots, begin):
+    """Launch `ops.clusters.mark_host_slots`: host slots [n] of `entries`, -1 for none; updates `table`."""
     out = torch.empty_like(entries)
     if len(entries):
         _assign_prefetch_slots_kernel[(triton.cdiv(len(entries), FORETOLD),)](
@@ -501,8 +501,8 @@ def find_host_slots(table, entries, slots, begin):
     return out
 
 
-def gather_units(out, slab, base, slot, grain, *, programs=PROGRAMS, words=UNDER_WAY):
-    """Launch `ops.clusters.gather_units`: copy units from host memory to `out`, by at most `programs` programs, with about
+def copy_units(out, slab, base, slot, grain, *, programs=PROGRAMS, words=UNDER_WAY):
+    """Launch `ops.clusters.copy_units`: copy units from host memory to `out`, by at most `programs` programs, with about
     `words` words of loads under way."""
     slots, _, groups, tokens, size = slab[0].shape
     n = slot.shape[0]

@@ -130,7 +130,7 @@ class Batch:
         began, free = time.perf_counter(), [one for one in live if one.may_adapt_draft_length]
         most = self.load.best_length(len(live), len(free)) if free else None
         # The others wait while a draft reads its prompt: one a round.
-        reads = [one for one in free if one.has_unread_draft] if most else []
+        reads = [one for one in free if one.needs_draft_prefill] if most else []
         self._warm = not reads
         lengths = {**dict.fromkeys(live), **dict.fromkeys(free, most), **dict.fromkeys(reads[1:], 0)}
         offers = self._offers({one: one.rows_to_verify(lengths[one]) for one in live})

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.core.adapter import Branches, Columns, ModelView, Runner
+from mmaccel.core.adapter import Columns, ModelView, Runner, TokenTree
 from mmaccel.core.decoding.replay import LazilyCompiled
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
 from mmaccel.core.errors import DraftError
@@ -84,8 +84,8 @@ class Proposal:
         return (self.ids[:, None] == torch.arange(vocab, device=self.ids.device)).float()
 
     @cached_property
-    def branches(self) -> Branches:
-        """The `Branches` of a token tree's verification (rows: the last committed token, then `ids`); on the host."""
+    def branches(self) -> TokenTree:
+        """The `TokenTree` of a token tree's verification (rows: the last committed token, then `ids`); on the host."""
         assert self.parents is not None
         parents = self.parents.tolist()
         sees = torch.eye(len(parents) + 1, dtype=torch.bool)
@@ -93,7 +93,7 @@ class Proposal:
         for row, parent in enumerate(parents, 1):
             sees[row] |= sees[parent + 1]
             depth.append(depth[parent + 1] + 1)
-        return Branches(sees, torch.tensor(depth))
+        return TokenTree(sees, torch.tensor(depth))
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Branches, Runner
+from mmaccel.core.adapter import Runner, TokenTree
 from mmaccel.core.decoding.draft import DraftState, DraftStep, Prompt, Proposal, accept, run_draft, validate
 from mmaccel.core.decoding.trees import accept_tree
 from mmaccel.core.errors import DraftError, ModelError, quoted, warn
 from mmaccel.core.report import DraftRounds
 
 Over = Literal["timeout", "cancelled"]
-Offer = tuple[Tensor] | tuple[Tensor, Branches]
+Offer = tuple[Tensor] | tuple[Tensor, TokenTree]
 FinishReason = Literal["stop", "length", "positions", "timeout", "cancelled"]
 
 MAX_NEW_TOKENS = 128
@@ -164,7 +164,7 @@ class Speculation:
     @torch.no_grad()
     def rows_to_verify(self, most: int | None = None) -> Generator[DraftStep, Tensor, Offer | None]:
         """Return the rows of the target's next step: the last token and the draft's proposal (at most `most` tokens if it
-        can choose; 0: none), with `Branches` for a tree; None for the first token, as the prompt's logits are there. The
+        can choose; 0: none), with `TokenTree` for a tree; None for the first token, as the prompt's logits are there. The
         draft's own steps are yielded. Call `verify_logits` next."""
         self._proposal, self._rests = Proposal.empty(), most == 0
         if self._first is not None:
@@ -253,7 +253,7 @@ class Speculation:
         return getattr(self._draft.state, "chooses", False) and self._prompt.warp is None
 
     @property
-    def has_unread_draft(self) -> bool:
+    def needs_draft_prefill(self) -> bool:
         """Whether this sequence's draft must prefill the prompt before it proposes."""
         return self._first is None and getattr(self._draft.state, "unread", False)
 

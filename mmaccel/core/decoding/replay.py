@@ -54,7 +54,7 @@ class CudaGraphCache:
     The first call of a name runs the work eagerly, the second captures it, later ones replay. Without CUDA, and for work
     that cannot be captured, every call is eager.
 
-    A capture stays valid while `mark` (see `set_data_place`) does not change. `mark` must cover each address that the work
+    A capture stays valid while `mark` (see `drop_if_moved`) does not change. `mark` must cover each address that the work
     reads, except those that `at` names: for each name the captures of the last `KEPT` values of `at` are kept, so that
     sessions that share a model each find theirs, and about `MOST` captures in all. Data at `at` may be freed, and other data
     of the same shape allocated there: a replay then reads that. Nothing else that a capture reads can be freed: it owns its
@@ -75,7 +75,7 @@ class CudaGraphCache:
         self._stream: Any = None
         self._pool: Any = None
 
-    def set_data_place(self, mark: Hashable) -> None:
+    def drop_if_moved(self, mark: Hashable) -> None:
         """Declare by the key `mark` where the data lies that captured work reads; if it differs from the last one, all
         captures and buffers are dropped. If the current CUDA stream is not the last caller's, it waits for that one, which
         used the same buffers."""

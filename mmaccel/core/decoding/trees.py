@@ -58,7 +58,7 @@ def accepted_tree_tokens(ids: Tensor, parents: Tensor, sees: Tensor, best: Tenso
     """Return which tree tokens are accepted, [n] bool: the branch in which each token is the target's choice after its
     parent.
 
-    ids [n] (from `mask_repeated_siblings`) and parents [n] are the tree; `sees` [n + 1, n + 1] that of its `Branches`; best
+    ids [n] (from `mask_repeated_siblings`) and parents [n] are the tree; `sees` [n + 1, n + 1] that of its `TokenTree`; best
     [n + 1]: the target's choice after the last committed token and after each tree token. Static shapes, no device read.
     """
     return ((best[parents + 1] == ids) | ~sees[1:, 1:]).all(-1)

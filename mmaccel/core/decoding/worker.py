@@ -121,7 +121,7 @@ def _reason(error: BaseException) -> str:
     return " ".join(text.split())
 
 
-class Outbox:
+class AsyncSender:
     """Sends messages in order from a background thread, which lives only while a message is pending.
 
     send   a function of a message's kind, numbers and `blob`, its bytes in pieces; see `MessageSocket.send`
@@ -211,7 +211,7 @@ class Worker:
             theirs.close()
         self.wire = MessageSocket(ours, silence_s)
         self.ready: tuple[int, ...] = ()
-        self._outbox = Outbox(self.wire.send)
+        self._outbox = AsyncSender(self.wire.send)
         self._heard = time.monotonic()
         self.close = weakref.finalize(self, _end, os.getpid(), self.process, ours, self._errors, self._outbox)
 
@@ -315,7 +315,7 @@ class Worker:
 
 
 def _end(
-    owner: int, process: subprocess.Popen[bytes], end: socket.socket, errors: Any, outbox: Outbox
+    owner: int, process: subprocess.Popen[bytes], end: socket.socket, errors: Any, outbox: AsyncSender
 ) -> None:
     if os.getpid() != owner:
         end.close()

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Branches, Geometry, ModelView
+from mmaccel.core.adapter import Geometry, ModelView, TokenTree
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import PositionIds, TokenLayout
 from mmaccel.core.memory.buffers import grow_buffer as grow_buffer
@@ -212,7 +212,7 @@ class StreamPass:
     room: int = 0
     weigh: bool = True
     layout: TokenLayout | None = None
-    branches: Branches | None = None
+    branches: TokenTree | None = None
     pause: Callable[[], None] = lambda: None
 
 
@@ -290,12 +290,12 @@ class StreamState(KVState):
     several: bool = False  # whether another snapshot may be asked while the answer on one is decoded
     forgets: bool = False  # whether units may become too old (`forget_old_units`)
 
-    def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
+    def new_kv_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         """Return where a caller that applies RoPE itself writes new keys and values of `layer`; None: call `view`."""
         return None
 
-    def write_slot_per_layer(self) -> list[CacheSlot] | None:
-        """Return `write_slot` of each layer for an answer's tokens, before any layer runs; None: use `write_slot`."""
+    def new_kv_slots(self) -> list[CacheSlot] | None:
+        """Return `new_kv_slot` of each layer for an answer's tokens, before any layer runs; None: use `new_kv_slot`."""
         return None
 
     def units_that_fit(self, first: int, count: int) -> int:

@@ -148,7 +148,7 @@ class MultiDeviceStreamState(StreamState):
         devices allow it."""
         return all(state.parts for state in self._states)
 
-    append = receive_hidden = write_slot = count_summary_columns = seen_tokens = record_shown_columns = (
+    append = receive_hidden = new_kv_slot = count_summary_columns = seen_tokens = record_shown_columns = (
         record_sparse_rows
     ) = make_delegate(_of_layer)
     end_pass = begin_ingest = end_ingest = set_query_fields = limit_to_units = make_delegate(_each)

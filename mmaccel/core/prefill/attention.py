@@ -18,7 +18,7 @@ from torch import Tensor
 from mmaccel.backends import select
 from mmaccel.backends.ops.dense_attend import attend_in_slices, dense_attend
 from mmaccel.backends.ops.layer_ops import decode_attend
-from mmaccel.core.adapter import Branches
+from mmaccel.core.adapter import TokenTree
 from mmaccel.core.decoding.replay import COMPILE, LazilyCompiled
 from mmaccel.core.errors import warn
 from mmaccel.core.layout import TokenLayout
@@ -119,7 +119,7 @@ class ForwardPass(PrefillPass):
     config: AttentionConfig
     prefill: bool = True
     rest: int = 0
-    branches: Branches | None = None
+    branches: TokenTree | None = None
     probes: tuple[ForwardProbe, ...] = ()
     later: bool = False
     stream: bool = False
@@ -282,7 +282,7 @@ class ForwardPass(PrefillPass):
     ) -> Tensor:
         """[B, H, n, D]: what the pattern lists of `view`, or all of it."""
         plan = self._plan(layer, view, query, key, value, scale)
-        images = None if self.images is None else self.images.in_new_columns(layer, self.start, self.layout)
+        images = None if self.images is None else self.images.find_new_images(layer, self.start, self.layout)
         self._count(layer, plan, view, query, images)
         if images is not None:
             how = query, key, value, scale, self.config.kernel

@@ -68,7 +68,7 @@ class ContextGroup:
                     f"without pruner and draft serves; leave {kind} out."
                 )
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        self._runs = False  # its share of `run_each`
+        self._runs = False  # its share of `run_sharded`
 
     def agree_on_backend(self, choice: BackendChoice) -> BackendChoice:
         """Return the backend `choice` of the first process in every process, as all have to plan alike."""
@@ -102,7 +102,7 @@ class ContextGroup:
             return count
         return min(most, -(-count // self.size))
 
-    def run_each(
+    def run_sharded(
         self, run: Callable[[T], Tensor | Sequence[Tensor]], items: Sequence[T]
     ) -> Iterator[Tensor | Sequence[Tensor]]:
         """Run `run` on an even share of `items` in each process, and yield the results [..., E] of all items in order,

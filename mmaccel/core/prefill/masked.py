@@ -33,7 +33,7 @@ class BidirectionalImages:
     spans: tuple[Span, ...]
     layers: frozenset[int]
 
-    def in_new_columns(self, layer: int, start: int, layout: TokenLayout) -> NewImageSpans | None:
+    def find_new_images(self, layer: int, start: int, layout: TokenLayout) -> NewImageSpans | None:
         """Return the images among the new columns of `layout`, from `start` on; None if there are none, or if in `layer`
         images are causal."""
         if layer not in self.layers:

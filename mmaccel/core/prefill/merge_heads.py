@@ -182,7 +182,7 @@ class MergedSpan(NamedTuple):
         """The end of the span's range of query-key distances, once it is shifted to begin at 0, as all ranges are."""
         return FAR if self.span.hi >= FAR else self.span.hi - self.span.lo
 
-    def keys(self, known: list[Tensor]) -> Any:
+    def key_identity(self, known: list[Tensor]) -> Any:
         """Return a hashable value that is equal for two spans if they have the same key tensors. It is made of the tensors'
         addresses; while a graph is traced (no addresses), of their indices in `known`, to which new ones are added."""
         traced = torch.compiler.is_compiling()  # an address is not known there
@@ -272,7 +272,7 @@ def _span(
     known: dict[tuple[tuple[int, ...], Any], int] = {}
     ends: dict[tuple[int, ...], int] = {}
     for p in some:
-        name = p.heads, p.keys(seen)
+        name = p.heads, p.key_identity(seen)
         if name not in known:
             known[name] = ends.get(p.heads, 0)
             ends[p.heads] = known[name] + p.span.k_row.shape[-1]

@@ -24,8 +24,8 @@ from mmaccel.backends.ops.block_attend import ABSENT, FULL, TEST, BlockLists, Ke
 from mmaccel.backends.ops.block_lists import (
     block_bounds,
     compact_by_mask,
-    key_band,
-    listed_area,
+    list_band,
+    listed_pairs,
     restrict_key_rows,
 )
 from mmaccel.core.errors import RecipeError
@@ -228,7 +228,7 @@ class AttentionPlan:
         for part in self.parts:
             for span in part.spans:
                 lists = span.lists.row, span.lists.index_or_empty
-                area = listed_area(*lists, part.q_row, span.k_row, self.block_q, self.block_k)
+                area = listed_pairs(*lists, part.q_row, span.k_row, self.block_q, self.block_k)
                 total[:, part.for_heads(H)] += area
         if self.dense is not None:
             total[:, head_indices(self.dense.heads, device)] += self.dense.count_pairs()[:, None]
@@ -351,7 +351,7 @@ def span_by_range(
     True entries of the run are listed, in a buffer that could hold all. `known`: `ordered`, `ranks` and `q_first` of
     `KeySpan`, facts that the caller knows of the tensors.
     """
-    row, kind = key_band(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
+    row, kind = list_band(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
     if table is None:
         return KeySpan(k_row, q_pos, k_pos, lo, hi, BlockLists(row, None, kind), complete=True, **known)
     b, h, m, n = table.shape

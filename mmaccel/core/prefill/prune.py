@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Branches
+from mmaccel.core.adapter import TokenTree
 from mmaccel.core.errors import RecipeError, UnknownName, warn
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.memory.kv import KVState
@@ -81,7 +81,7 @@ class ForwardPassInfo:
     mask: Tensor | None = None
     images: BidirectionalImages | None = None
     verify: bool = False
-    branches: Branches | None = None
+    branches: TokenTree | None = None
     probes: tuple[ForwardProbe, ...] = ()
     last_only: bool = False
 

@@ -56,7 +56,7 @@ class WrappedMemory(StreamState):
         self._pass, self._tail = stream_pass, self.state.length() - self._start + stream_pass.rows
         self.state.begin_pass(stream_pass)
 
-    view = write_slot = count_summary_columns = seen_tokens = record_shown_columns = record_sparse_rows = (
+    view = new_kv_slot = count_summary_columns = seen_tokens = record_shown_columns = record_sparse_rows = (
         append
     ) = receive_hidden = end_pass = make_delegate(_own)
     accept = truncate = length = held_columns = units = reset = checkpoint = restore = make_delegate(_own)
@@ -101,7 +101,7 @@ class TimeRangeMemory(WrappedMemory):
         super().__init__(state)
         self._stream, self._first, self._end, self.count = stream, first, end, 0
 
-    def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
+    def new_kv_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         return None
 
     def count_summary_columns(self, layer: int) -> int:
@@ -167,8 +167,8 @@ class RetrievedTokenPruning(WrappedMemory):
         self._glanced: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.counts = dict.fromkeys(["visual", *map(_name, self._stages)], 0.0)
 
-    def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
-        return self.state.write_slot(layer, query) if layer < self._first else None
+    def new_kv_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
+        return self.state.new_kv_slot(layer, query) if layer < self._first else None
 
     def view(self, layer: int, query: Tensor) -> KVView:
         view, stream_pass = self.state.view(layer, query), self._pass

@@ -15,7 +15,7 @@ from torch import Tensor
 from mmaccel.backends import measure, select
 from mmaccel.backends.ops.block_attend import Part, empty_output, memoize, prepare_part
 from mmaccel.backends.ops.dense_attend import dense_attend
-from mmaccel.core.adapter import Branches, ModelView
+from mmaccel.core.adapter import ModelView, TokenTree
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.memory.kv import KVView
@@ -179,7 +179,7 @@ def attend_plan(
         own = part.for_heads(len(all_heads))
         groups = slice(own.start // group, (own.stop - 1) // group + 1)
         q, k, v = query[:, own], key[:, groups], value[:, groups]
-        op = select.with_extended_support(backend, query.device) if part.uses_extras else backend
+        op = select.with_extended_support(backend, query.device) if part.needs_extensions else backend
         prepared = prepare_part(op, part, q, k, *blocks, n)
         other, other_lse = op(q, k, v, *part.pack(), *blocks, scale, n, *prepared)
         heads = all_heads if part.head_range is None else part.head_range.heads
@@ -265,7 +265,7 @@ def sliding_window_kernel(
     if dtype not in (torch.float16, torch.bfloat16):
         return None
     try:
-        return select.get("triton", device)
+        return select.get_op("triton", device)
     except RecipeError:
         return None
 
@@ -328,7 +328,7 @@ def window_plan(
 
 
 def attend_token_tree(
-    branches: Branches, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float, end: int
+    branches: TokenTree, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float, end: int
 ) -> Tensor:
     """Compute attention [B, H, n, D] of the rows of a token tree: each sees all earlier columns and its own branch; the last
     row is column `end` - 1."""

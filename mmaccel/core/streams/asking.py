@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Branches, Runner
+from mmaccel.core.adapter import Runner, TokenTree
 from mmaccel.core.attach import StreamAdapter, StreamModel
 from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import Deadline, Evidence, FinishReason, GuardedDraft, Speculation
@@ -308,7 +308,7 @@ class QuestionRunner(Runner):
             self.ids, embeds = torch.cat([self.ids, ids]), self.adapter.embed_tokens(ids)
             self.prefill({"stream_pass": StreamPass(kind="answer", rows=len(ids)), "embeds": embeds})
 
-    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+    def step(self, ids: Tensor, branches: TokenTree | None = None) -> Tensor:
         self.pause(False)
         more: dict[str, Any] = {} if branches is None else {"branches": branches}
         stream_pass = StreamPass(kind="answer", rows=ids.shape[1], **more)

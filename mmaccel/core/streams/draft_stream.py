@@ -62,7 +62,7 @@ class PromptAdapter(StreamModel):
 class LocalDraftStream(DraftStream):
     """A `DraftStream` whose draft model runs in this process, with its own KV memory `kv`; it begins with the first frames,
     or, with a `PromptAdapter`, when the first question is read. Of what a question retrieves the draft reads only what
-    `prune` keeps; `counts` are the numbers of these tokens, before and after; `pruned` is how many it did not read.
+    `prune` keeps; `counts` are the numbers of these tokens, before and after; `pruned_tokens` is how many it did not read.
 
     deadline  has no time limit; cancel it, as from another thread that drops the stream, to stop reading
     reading  number of tokens in the memory's window -> the sparse pattern for reading stored videos; None, or a memory
@@ -154,7 +154,7 @@ class LocalDraftStream(DraftStream):
         return {} if self._guided is None else self._guided.counts
 
     @property
-    def pruned(self) -> int:
+    def pruned_tokens(self) -> int:
         """Number of retrieved tokens that the pruner left out of the question that is being asked."""
         counts = [*self.counts.values()] or [0, 0]
         return int(counts[0] - counts[1])

@@ -54,10 +54,10 @@ class QuestionLock(FairLock):
         self._left, self._joined, self._back = 0, 0, threading.Condition()
 
     @contextmanager
-    def holding(self, deadline: Any = None, **how: Any) -> Iterator[float]:
-        """Context that holds the lock once all answers that left have ended (`FairLock.holding`)."""
+    def hold(self, deadline: Any = None, **how: Any) -> Iterator[float]:
+        """Context that holds the lock once all answers that left have ended (`FairLock.hold`)."""
         self.check_not_answering()
-        with super().holding(deadline, **how) as waited:
+        with super().hold(deadline, **how) as waited:
             self._wait(deadline)
             yield waited
 
@@ -75,10 +75,10 @@ class QuestionLock(FairLock):
                     deadline.check()
 
     @contextmanager
-    def asking(self, deadline: Deadline) -> Iterator[Callable[[], None]]:
+    def hold_to_ask(self, deadline: Deadline) -> Iterator[Callable[[], None]]:
         """Context of a question and its answer; gives a function that leaves the lock, so that others can ask meanwhile."""
         with ExitStack() as stack, ExitStack() as held:
-            held.enter_context(super().holding(deadline))
+            held.enter_context(super().hold(deadline))
             if self._joined >= AT_ONCE:
                 self._wait(deadline)
                 self._between()
@@ -171,7 +171,7 @@ class FrameIntake:
             self._asking.check_not_answering()
         with ExitStack() as stack:
             for one in turns:
-                stack.enter_context(one.holding(deadline, ahead=QUESTION_S))
+                stack.enter_context(one.hold(deadline, ahead=QUESTION_S))
             with torch.inference_mode(False), torch.no_grad(), exact:
                 if self._closed:
                     raise ModelError("the session is closed; open a new one, or resume a saved one.")
@@ -270,7 +270,7 @@ class FrameIntake:
 
     @contextmanager
     def _turn(self, deadline: Deadline | None = None) -> Iterator[None]:
-        with self._stream_adapter.turns.holding(deadline, ahead=SHORT_S) as waited:
+        with self._stream_adapter.turns.hold(deadline, ahead=SHORT_S) as waited:
             self._waited += waited
             yield
 
@@ -324,7 +324,7 @@ class FrameIntake:
             except BaseException:
                 if not self._changed:
                     raise  # at once, beside an answer
-                with self._asking.holding(), turns.holding():
+                with self._asking.hold(), turns.hold():
                     if before is not None:
                         before.restore(mark)
                     elif self._live is not None:

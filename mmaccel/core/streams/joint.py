@@ -56,7 +56,7 @@ class WaitingUnits:
         """A key that is equal for units which can go through the layers as one batch; None: these run alone. First read in
         the thread that waits."""
         live = self.live
-        model = None if live.ingests or live.running is not None else live.adapter.batched
+        model = None if live.ingests or live.running is not None else live.adapter.batch_key
         plain = type(live.around) is MemoryWrapper and not isinstance(live.state, FrameMemory)
         if model is None or not plain or "proxy" in live.kv.needs:
             return None
@@ -84,7 +84,7 @@ def run_waiting_units(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
     waiting, _ = turns.waiting_passes, mine.batch_key  # which is of this thread
     try:
         waiting.append(mine)
-        with turns.holding(deadline, over=mine.done.is_set):
+        with turns.hold(deadline, over=mine.done.is_set):
             if not mine.done.is_set():
                 _run_turn(mine, waiting)
     except BaseException as end:

@@ -111,11 +111,11 @@ class AttentionRecordingMemory(WrappedMemory):
     def _listens(self, layer: int) -> bool:
         return self._pass is not None and self._pass.kind == "question" and layer in self._layers
 
-    def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
-        return None if self._listens(layer) else self.state.write_slot(layer, query)
+    def new_kv_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
+        return None if self._listens(layer) else self.state.new_kv_slot(layer, query)
 
-    def write_slot_per_layer(self) -> list[CacheSlot] | None:
-        return self.state.write_slot_per_layer()
+    def new_kv_slots(self) -> list[CacheSlot] | None:
+        return self.state.new_kv_slots()
 
     def view(self, layer: int, query: Tensor) -> KVView:
         view = self.state.view(layer, query)

@@ -212,7 +212,7 @@ class FairLock:
         return bool(self.waiting_passes) or self._holder not in (None, threading.get_ident())
 
     @contextmanager
-    def holding(self, deadline: Any = None, **how: Any) -> Iterator[float]:
+    def hold(self, deadline: Any = None, **how: Any) -> Iterator[float]:
         """Context that holds the lock and gives the seconds waited. Raises `CallEnded` if the deadline comes first.
 
         token  whether it is wanted for tokens of an answer
@@ -293,7 +293,7 @@ class FairLock:
     @cached_property
     def batch(self) -> Batch:
         """The `Batch` in which answers that share steps are decoded; each round holds the lock."""
-        return Batch(holding=partial(self.holding, token=True))
+        return Batch(holding=partial(self.hold, token=True))
 
     @contextmanager
     def release_temporarily(self) -> Iterator[None]:

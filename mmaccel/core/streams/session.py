@@ -251,7 +251,7 @@ class VideoSession(FrameIntake):
         try:
             self._await_first_frame(deadline)
             with (
-                self._asking.asking(deadline) as leave,
+                self._asking.hold_to_ask(deadline) as leave,
                 self._working(self._stream_adapter.turns, deadline=deadline),
             ):
                 said = [*self.history, *as_messages(question)] if chat else question
@@ -314,7 +314,7 @@ class VideoSession(FrameIntake):
 
     def counters(self) -> dict[str, float]:
         """Return figures of the stream's KV memory, read between two forward passes."""
-        with self._stream_adapter.turns.holding():
+        with self._stream_adapter.turns.hold():
             return {} if self._live is None else self._live.counters()
 
     def report(self) -> Report:
@@ -336,7 +336,7 @@ class VideoSession(FrameIntake):
         """Return level name -> cluster index [L or 1, N] of N stored entries at each of L layers (1: the same at all), for a
         memory that clusters frames; else {}. Entries are in order of time, equally many for each time step of `shown`.
         """
-        with self._stream_adapter.turns.holding():
+        with self._stream_adapter.turns.hold():
             return {} if self._live is None else self._live.state.clusters()
 
     @property
@@ -383,7 +383,7 @@ class VideoSession(FrameIntake):
         self._asking.check_not_answering()
         for one in self._standing:
             one.cancel()
-        with self._stream.holding(), self._asking.holding(), self._stream_adapter.turns.holding():
+        with self._stream.hold(), self._asking.hold(), self._stream_adapter.turns.hold():
             if self._live is not None:
                 self._live.close()
             self._live, self._closed = None, True

@@ -67,7 +67,7 @@ def save_session(path: Path, recipe: Recipe, live: StreamRunner) -> None:
 
     def write(part: Path) -> dict[str, Any]:
         # Checksums, and waiting for the disk, leave the model to others.
-        with live.adapter.turns.holding():
+        with live.adapter.turns.hold():
             if (draft := live.draft_stream.stream) is not None:
                 (part / DRAFT).mkdir()
                 try:
@@ -130,7 +130,7 @@ def load_session(
         before, left = _version_of(where), left - 1
         try:
             live, data = _load(where, adapter, recipe, kv)
-            with adapter.turns.holding():
+            with adapter.turns.hold():
                 live.draft_stream = open_draft_stream()
                 try:
                     if live.draft_stream.stream is not None:
@@ -203,7 +203,7 @@ def _load(where: Path, adapter: StreamAdapter, recipe: Recipe, kv: StreamPolicy)
         raise damaged_error(where, f"the list of files in {FACTS} is not whole")
     for name, known in facts["files"].items():
         _check_file(where, name, known)
-    with adapter.turns.holding():
+    with adapter.turns.hold():
         return read_stream(data, where / FACTS, facts, adapter, kv, recipe.chunk), data
 
 

@@ -84,7 +84,7 @@ class IntakeProgress:
             self._tell(int(max(self._taken, (self._decoded + self._taken) / 2)), total)
 
 
-def layer_check(
+def layer_hook(
     adapter: Any, moved: Callable[[float], None], done: int, count: int, units: int
 ) -> Callable[[], None]:
     """Return a callback to be called before each layer of a pass over `count` units (frames) on the `StreamModel` `adapter`.

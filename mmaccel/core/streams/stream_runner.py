@@ -27,7 +27,7 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.streams.joint import UNITS, WaitingUnits, run_waiting_units
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, restore_states_at_exit
-from mmaccel.core.streams.sources import layer_check, pad_to_units, units_in_pass
+from mmaccel.core.streams.sources import layer_hook, pad_to_units, units_in_pass
 
 WATCHED = (
     "sparse: frames given to watch see all that the memory shows; the pattern acts on those given to ingest, and on "
@@ -230,7 +230,7 @@ class StreamRunner:
                     ours = run_waiting_units(WaitingUnits(self, some, shown), deadline)
                     waited, others = ours.waited, ours.others
                 else:
-                    with turns.holding(deadline) as waited:
+                    with turns.hold(deadline) as waited:
                         info.times += shown
                         self._moved = moved and partial(moved, max(0, first * per_unit - pending), len(shown))
                         self.encode_frames(some)
@@ -306,7 +306,7 @@ class StreamRunner:
         while done < len(features):
             stream_pass, rows = self.build_next_pass(state, features[done:], numbers[done:])
             if self._moved is not None:
-                how["check"] = layer_check(self.adapter, self._moved, done, stream_pass.count, len(features))
+                how["check"] = layer_hook(self.adapter, self._moved, done, stream_pass.count, len(features))
             self.run_pass(state, stream_pass, rows, **how)
             done += stream_pass.count
             if "proxy" in self.kv.needs:

@@ -96,7 +96,7 @@ class DraftDecoder:
         if stream is not None:
             self._prompt = inputs["input_ids"][0].cpu()
             self._runner = runner = stream.read_question()
-            self._after_prompt, self.pruned = runner.logits[0], stream.pruned
+            self._after_prompt, self.pruned = runner.logits[0], stream.pruned_tokens
         else:
             self.announce_prompt(inputs)
             self._after_prompt, self.pruned = self.talk.read(keep, compact)[0], self.talk.pruned

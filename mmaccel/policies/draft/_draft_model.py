@@ -360,7 +360,7 @@ class DraftModelState(DraftState):
             began = time_after_device_work(self._device)
             if isinstance(self._stream, LocalDraftStream):
                 asked = self._stream.read_question(deadline)
-                self._runner, self._pruned, self._counted = asked, self._stream.pruned, asked.counted
+                self._runner, self._pruned, self._counted = asked, self._stream.pruned_tokens, asked.counted
             else:
                 self._tell(self._unread)
                 pruner = self._choice.pruner

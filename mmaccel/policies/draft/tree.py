@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Branches, ModelView
+from mmaccel.core.adapter import ModelView, TokenTree
 from mmaccel.core.decoding.draft import DraftState, Proposal
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import at_least, limited, register
@@ -146,7 +146,7 @@ class _Gardener(DraftModelState):
             sees[n, [row[one] for one in path]] = True
             depth.append(len(path) - 1)
         ids = torch.tensor([[tokens[n] for n in nodes]], device=self._device)
-        return list(self._logits(self._open().step(ids, Branches(sees, torch.tensor(depth)))))
+        return list(self._logits(self._open().step(ids, TokenTree(sees, torch.tensor(depth)))))
 
     def _logits(self, logits: Tensor) -> Tensor:
         self._steps += 1

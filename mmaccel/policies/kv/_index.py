@@ -218,7 +218,7 @@ class Index(ABC):
             picked = now.lists.size[layer] > 0
             coming: Tensor | None = entries if len(queries) > 1 else None
             if late is not None:
-                entries = torch.cat([entries, late.numbers()])
+                entries = torch.cat([entries, late.entry_numbers()])
         else:
             scores, before = self._candidates(rows, queries, budget, words)
             own = clusters.EntryKeys(*self._own_keys(layer), queries[0], self.cosine)
@@ -239,7 +239,7 @@ class Index(ABC):
         each."""
         size = self._now.lists.size[rows]
         scores = self._scored(self.key[rows], queries, size, words)
-        return clusters.scores_and_preceding(scores, size, None, None)
+        return clusters.mask_and_count_better(scores, size, None, None)
 
     def _scored(self, key: Tensor, queries: Tensor, size: Tensor, words: clusters.Words | None) -> Tensor:
         """[R, C] scores of clusters of `size` [R, C] with keys [R, C, d]."""
@@ -271,7 +271,7 @@ class Index(ABC):
         D]. Return their times [k] (mean unit numbers) and a score bias [head + k]: 0 for the `head` first columns, then of
         each summary token, -inf from index `left` [1] on, where there is no cluster."""
         rows, size = (self.key[layer], self.value[layer]), self._now.lists.size[layer]
-        return clusters.write_summary_tokens(
+        return clusters.write_best_clusters(
             found.scores, found.picked, size, rows, self.time[layer], out, head, left, 0
         )
 

@@ -55,7 +55,7 @@ class Bases:
 
     def base_of_unit(self, unit: int) -> int:
         """Return the offset that is subtracted from positions in the pass of unit (frame) `unit`."""
-        return int(self._positions.unit_time_slot(max(0, unit - self.window)) // self.every * self.every)
+        return int(self._positions.unit_interval(max(0, unit - self.window)) // self.every * self.every)
 
     def count_same_base(self, unit: int, count: int) -> int:
         """Return how many of the `count` units (frames) from `unit` on have the same offset as `unit`."""
@@ -226,8 +226,8 @@ class IngestState(PassState):
     def _admits(self, first: int, end: int) -> bool:
         """Whether units ``first .. end`` find positions within the model's limit, less a base if need be."""
         positions, reach = self.stream.positions, self.bases.reach
-        last = positions.time_slot_count(end)
-        return last <= reach or last - int(positions.unit_time_slot(first)) + self._spare <= reach
+        last = positions.interval_count(end)
+        return last <= reach or last - int(positions.unit_interval(first)) + self._spare <= reach
 
     def _make_way(self, held: Ingested, stream_pass: StreamPass) -> None:
         """Units that a pass of an ingestion cannot see any more leave."""
@@ -236,10 +236,10 @@ class IngestState(PassState):
         first = next((unit for unit in some if self._admits(unit, end)), self._count)
         self._leave(held, first - self._first)
         held.drop_first_units(first - self._first)
-        far = positions.time_slot_count(end) > self.bases.reach
+        far = positions.interval_count(end) > self.bases.reach
         self._first, self._base = (
             first,
-            max(0, int(positions.unit_time_slot(first)) - self._spare) if far else 0,
+            max(0, int(positions.unit_interval(first)) - self._spare) if far else 0,
         )
 
     def _leave(self, held: Ingested, count: int) -> None:

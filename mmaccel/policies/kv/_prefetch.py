@@ -137,7 +137,7 @@ class Prefetcher:
     def predict_codes(self, layer: int, entries: Tensor) -> Tensor:
         """Return codes [n] for `prefetch`: of predicted `entries` [n] (-1: none), those that only the host holds; -1 for
         others. Afterwards `location_codes` says of these units that they are where `prefetch` copies them to."""
-        return clusters.find_host_slots(
+        return clusters.mark_host_slots(
             self._tables[layer], self._rows(entries), self._known[:1], self._known[1:]
         )
 

@@ -98,7 +98,7 @@ class ArchivedMemory(StreamMemory):
                 self._encodes = len(self.index.prepare(self._first).entries) > 0
             if self._encodes:
                 self.prefetcher.begin(self._first)
-                self._set_data_place(1 + (slots := self.stream.positions.time_slot_count(self._first)))
+                self._set_data_place(1 + (slots := self.stream.positions.interval_count(self._first)))
                 if self._base:
                     self._pass_slots.copy_(on_device([self._base, slots], self.device))
                 if stream_pass.look is not None and self.index.by_look:
@@ -115,7 +115,7 @@ class ArchivedMemory(StreamMemory):
         turned = self.rope.rotated_dims(positions.positions_before_video())
         size = 2, 1, 1, min(budget, len(now.entries)) * positions.tokens, turned
         room = replays.get_buffer("angles of a pass", size, self.stream.dtype)  # of all layers, in turn
-        (base, slots), most = self._pass_slots, positions.time_slot_count(self._first)
+        (base, slots), most = self._pass_slots, positions.interval_count(self._first)
 
         def find() -> tuple[Tensor, ...]:
             units = self.index.search(layer, self._folded(mean), budget, self._first).entries
@@ -167,7 +167,7 @@ class ArchivedMemory(StreamMemory):
         """Tell the replays where all that a search reads lies; positions are those of `units` units at least."""
         fetched = self.prefetcher.addresses() if self._first else None
         table = self.stream.positions.position_table_address(units)
-        self.replays.set_data_place((self.index.addresses(), table, fetched))
+        self.replays.drop_if_moved((self.index.addresses(), table, fetched))
 
     def end_ingest(self) -> None:
         """Prepare the search tables for the next question; only numbers that changed are sent to the device."""

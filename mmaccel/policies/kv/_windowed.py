@@ -109,7 +109,7 @@ class StreamMemory(IngestState):
     def _closed(self, stream_pass: StreamPass) -> bool:
         """Whether units are closed up for this pass, as the fields say or because their own positions leave it none."""
         positions = self.stream.positions
-        fits = positions.time_slot_count(self._count) < self.bases.reach
+        fits = positions.interval_count(self._count) < self.bases.reach
         return self._always or not (
             fits and positions.fits_limit(self._count, stream_pass.pending, stream_pass.rows, own=True)
         )
@@ -175,7 +175,7 @@ class StreamMemory(IngestState):
         return KVView(key, value, sinks=count, window=window, query=self.rope.apply(query, angles))
 
     @torch.no_grad()
-    def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
+    def new_kv_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         stream_pass = self._stream_pass
         if stream_pass is None or stream_pass.kind not in ("question", "answer"):
             return None
@@ -185,7 +185,7 @@ class StreamMemory(IngestState):
         return slot
 
     @torch.no_grad()
-    def write_slot_per_layer(self) -> list[CacheSlot] | None:
+    def new_kv_slots(self) -> list[CacheSlot] | None:
         stream_pass, layers = self._stream_pass, self.geometry.layers
         if stream_pass is None or stream_pass.kind != "answer" or len(self._asked) < layers:
             return None

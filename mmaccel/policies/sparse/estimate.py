@@ -279,10 +279,10 @@ def score_line_classes(value: Tensor, number: Tensor, seen: Tensor, classes: int
     largest = zeros.scatter_reduce(
         -1, number, value.masked_fill(~there, -torch.inf), "amax", include_self=False
     )
-    return score_classes_of_lines(total, largest, count, score)
+    return score_class_totals(total, largest, count, score)
 
 
-def score_classes_of_lines(total: Tensor, largest: Tensor, count: Tensor, score: Score) -> Tensor:
+def score_class_totals(total: Tensor, largest: Tensor, count: Tensor, score: Score) -> Tensor:
     """Score residue classes of lines, given the sum of the scores of a class's lines, the largest of them and their number.
 
     "mean" leaves the largest member out: a grid line has many strong members, a single strong column (a sink, the query

@@ -135,7 +135,7 @@ class Grid(IntraPattern):
     def estimate_blocks(self, rows: int, keys: int, share: float, region: AttentionRegion | None) -> float:
         block, line = self.block, max_keys_per_class(keys, self.min_stride)
         if self.stride == "frame" and region is not None:
-            frames = FrameResidueClasses.of(region, self.min_stride, self.max_stride)
+            frames = FrameResidueClasses.make(region, self.min_stride, self.max_stride)
             line = min(line, frames.most_keys) if frames.all_fit else line
         # Of the rows, the last of the keys, a class has its share. A block of queries that begins in one class and ends in
         # others lists the lines of all, of the keys in their order no block twice, and lines begin anywhere.
@@ -151,7 +151,7 @@ class Grid(IntraPattern):
         sample = region.last_query_attention(self.last_q, self.estimate == "group")
         rows = self.horizontal_phase == "queries"
         search = StrideSearch(self.min_stride, self.max_stride, self.slack, self.score, rows, region.max_keys)
-        frames = FrameResidueClasses.of(region, search.low, search.most) if self.stride == "frame" else None
+        frames = FrameResidueClasses.make(region, search.low, search.most) if self.stride == "frame" else None
         framed = (
             estimate_frame_phases(sample, frames, search) if frames is not None and frames.any_fits else None
         )
@@ -224,7 +224,7 @@ class Grid(IntraPattern):
         block, most = self.block, frames.most_keys
         name = "order", region.kinds, self.window, self.sink
         order = memoize_while_tracing(
-            frames.memo, name, lambda: TokensByStrideClass.of(region, frames, *self._uncovered(region))
+            frames.memo, name, lambda: TokensByStrideClass.sort(region, frames, *self._uncovered(region))
         )
         columns = ceil_block_count(max(most, 1), block) * block if self.vertical else 0
         rows = self._dense_size(region, classes) if self.horizontal else 0
@@ -293,7 +293,7 @@ class TokensByStrideClass:
     k_pos: Tensor
 
     @classmethod
-    def of(
+    def sort(
         cls, region: AttentionRegion, frames: FrameResidueClasses, last: Tensor, k_row: Tensor
     ) -> TokensByStrideClass:
         """Sort the queries and keys of `region` by class, without the pairs that window and sink cover: `last` [B, P] is the

@@ -15,7 +15,7 @@ from mmaccel.policies.sparse.estimate import (
     SampledQueryLayout,
     Score,
     concatenate_heads,
-    score_classes_of_lines,
+    score_class_totals,
     score_columns_or_diagonals,
     score_line_classes,
 )
@@ -133,7 +133,7 @@ def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor
     folded = torch.nn.functional.pad(value, (0, short)).view(*value.shape[:-1], lines, stride)
     inside = torch.nn.functional.pad(there, (0, short)).view(*there.shape[:-1], lines, stride)
     largest = folded.masked_fill(~inside, -torch.inf).amax(-2)
-    return score_classes_of_lines(folded.sum(-2), largest, inside.sum(-2), score).amax(-1).sum(0)
+    return score_class_totals(folded.sum(-2), largest, inside.sum(-2), score).amax(-1).sum(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +155,7 @@ class FrameResidueClasses:
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, region: AttentionRegion, low: int, high: int) -> FrameResidueClasses:
+    def make(cls, region: AttentionRegion, low: int, high: int) -> FrameResidueClasses:
         """Class the keys of `region` by index in their frame, with a stride from `low` to `high`; cached for a prompt."""
         name = "frames", region.kinds[1], low, high
         return memoize_while_tracing(region.layer.memo, name, lambda: cls._made(region, low, high, name))
@@ -210,7 +210,7 @@ class StrideClassPairing:
     start: Tensor
 
     @classmethod
-    def of(cls, sample: SampledQueryLayout, frames: FrameResidueClasses, high: int) -> StrideClassPairing:
+    def make(cls, sample: SampledQueryLayout, frames: FrameResidueClasses, high: int) -> StrideClassPairing:
         """Pair the sampled queries `sample` with the classes of the keys of `frames`, at the phases 0 .. high - 1."""
         number = frames.number[..., : sample.seen.shape[1]]
         B, L = sample.at.shape
@@ -234,7 +234,7 @@ def estimate_frame_phases(
     layout, classes = sample.sample, search.most + 1
     own = frames.number[..., : sample.key_count]
     pairing = memoize_while_tracing(
-        frames.memo, ("pairing", id(layout)), lambda: StrideClassPairing.of(layout, frames, search.most)
+        frames.memo, ("pairing", id(layout)), lambda: StrideClassPairing.make(layout, frames, search.most)
     )
     if sample.has_kernel:
         order = pairing.order, pairing.start, pairing.own, pairing.members, frames.stride[:, 0, 0]

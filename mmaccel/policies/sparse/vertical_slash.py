@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
-from mmaccel.backends.ops.lines import list_slash_blocks, split_line_keys, strongest
+from mmaccel.backends.ops.lines import choose_lines, list_slash_blocks, split_columns
 from mmaccel.core.prefill.plan import FAR, span_by_range
 from mmaccel.core.registry import at_least, limited, register
 from mmaccel.policies.sparse.estimate import modality_run_limits
@@ -53,10 +53,10 @@ class VerticalSlash(IntraPattern):
         sample = region.last_query_attention(self.last_q, self.estimate == "group")
         columns, diagonals = self._strongest(*sample.line_weights(), sample.query_ranks)
         keys, at, heads = region.keys, region.at[:, None], columns.shape[1]
-        left, kind, kept, k_row, k_pos = split_line_keys(
+        left, kind, kept, k_row, k_pos = split_columns(
             keys.row, columns, diagonals, region.max_keys, self.block
         )
-        runs = region.get_or_compute(("query runs", heads), lambda: DiagonalKeyBlocks.of(region, heads))
+        runs = region.get_or_compute(("query runs", heads), lambda: DiagonalKeyBlocks.make(region, heads))
         # A query block lists every key block that a kept diagonal touches in its rows: diagonal d pairs a query of rank i
         # with the key of rank i - d. The ranks say nothing of the rows: those of columns are left out.
         lists = BlockLists(*list_slash_blocks(kept, [*runs], self.block), kind)
@@ -89,7 +89,7 @@ class VerticalSlash(IntraPattern):
         if self.nearest > 1:
             near = torch.arange(diagonals.shape[-1], device=diagonals.device) < min(self.nearest, self.slash)
             diagonals = diagonals.masked_fill(near, torch.inf)
-        return strongest(columns, diagonals, at[:, -1], self.vertical, self.slash)
+        return choose_lines(columns, diagonals, at[:, -1], self.vertical, self.slash)
 
 
 class DiagonalKeyBlocks(NamedTuple):
@@ -116,7 +116,7 @@ class DiagonalKeyBlocks(NamedTuple):
     sure: Tensor
 
     @classmethod
-    def of(cls, region: AttentionRegion, heads: int) -> DiagonalKeyBlocks:
+    def make(cls, region: AttentionRegion, heads: int) -> DiagonalKeyBlocks:
         """Return the `DiagonalKeyBlocks` of the queries of `region`, for plans of `heads` heads."""
         block = region.layer.block
         most_shapes, most_gaps, most_pieces = _run_bounds(region)

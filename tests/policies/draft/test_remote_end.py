@@ -17,7 +17,7 @@ import mmaccel
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding import worker as worker_module
 from mmaccel.core.decoding.generate import Deadline
-from mmaccel.core.decoding.worker import Blob, Outbox, Worker
+from mmaccel.core.decoding.worker import AsyncSender, Blob, Worker
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.layout import TokenLayout
 from mmaccel.models.prompt_stream import PromptStreamModel
@@ -92,7 +92,13 @@ def test_what_another_sends_next_does_not_end_the_process(worker: Worker, monkey
 
     worker.send_in_background(END, 0, blob=list)
     with monkeypatch.context() as patched:
-        heard(patched, Outbox, "wait", lambda *_: worker.send_in_background(END, 0, blob=another), after=True)
+        heard(
+            patched,
+            AsyncSender,
+            "wait",
+            lambda *_: worker.send_in_background(END, 0, blob=another),
+            after=True,
+        )
         worker.wait_until_sent(5.0)
     assert worker.alive and worker._outbox.is_sending
     going.set()
@@ -145,7 +151,11 @@ def test_a_turn_from_which_nothing_goes_on_is_freed(worker: Worker) -> None:
         assert engine.continues_from(turn, torch.arange(6), past)
         with pytest.MonkeyPatch.context() as patch, suppress(RuntimeError):
             broken(
-                patch, Outbox, "put", RuntimeError("can't start new thread"), lambda *_, fails=fails: fails
+                patch,
+                AsyncSender,
+                "put",
+                RuntimeError("can't start new thread"),
+                lambda *_, fails=fails: fails,
             )
             engine.begin({"input_ids": torch.arange(6)[None]}, None, True, False, 0)
         engine.close()

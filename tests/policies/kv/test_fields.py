@@ -202,7 +202,7 @@ class Counted(NoReads):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name == "gather_units":
+        if name == "copy_units":
             # The plain one looks at its index; the kernel of a device does not.
             with torch.utils._python_dispatch._disable_current_modes(), pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch.Tensor, "tolist", TOLIST)

@@ -18,8 +18,8 @@ from mmaccel.contract.memory import (
     SIZE,
     TOKENS,
     RotaryModel,
-    draw,
     encode_kv,
+    randn,
 )
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import KVPolicy, KVState, KVView, Stream, StreamPass, StreamPolicy
@@ -54,9 +54,9 @@ def placed(own: Tensor, rank: Tensor, axes: int, long: bool) -> Tensor:
 def raw(layer: int, unit: int) -> tuple[Tensor, Tensor, Tensor]:
     """Query [1, H, P, D], key and value [1, G, P, D] of a unit, before rotation."""
     return (
-        draw((1, layer, unit), 1, HEADS, TOKENS, SIZE),
-        draw((2, layer, unit), 1, GROUPS, TOKENS, SIZE),
-        draw((3, layer, unit), 1, GROUPS, TOKENS, SIZE),
+        randn((1, layer, unit), 1, HEADS, TOKENS, SIZE),
+        randn((2, layer, unit), 1, GROUPS, TOKENS, SIZE),
+        randn((3, layer, unit), 1, GROUPS, TOKENS, SIZE),
     )
 
 
@@ -72,7 +72,7 @@ def opened(policy: StreamPolicy, axes: int = 1, limit: int = 10**6, frames_per_u
     assert isinstance(state, TokenMemory)
 
     def rows(layer: int) -> list[Tensor]:
-        return [draw((i, layer, -1), 1, n, HEAD, SIZE) for i, n in enumerate((HEADS, GROUPS, GROUPS))]
+        return [randn((i, layer, -1), 1, n, HEAD, SIZE) for i, n in enumerate((HEADS, GROUPS, GROUPS))]
 
     run(state, StreamPass(kind="head", rows=HEAD), rows)
     return state
@@ -133,7 +133,7 @@ def same(one: TokenMemory, other: TokenMemory) -> bool:
 def words(layer: int, rows: int, name: int) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of words."""
     made = [
-        draw((i, layer, name, "words"), 1, n, rows, SIZE) for i, n in ((4, HEADS), (5, GROUPS), (6, GROUPS))
+        randn((i, layer, name, "words"), 1, n, rows, SIZE) for i, n in ((4, HEADS), (5, GROUPS), (6, GROUPS))
     ]
     return made[0], made[1], made[2]
 

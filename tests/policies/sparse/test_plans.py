@@ -93,7 +93,7 @@ def test_a_plan_reads_nothing(name: str, start: int, monkeypatch: pytest.MonkeyP
     first = pattern.plan(query, key, queries, layout)
     other, _, _ = Scene(SCENE.sequences, start, seed=5).tensors()
     monkeypatch.setattr(torch.Tensor, "tolist", no_lists)
-    monkeypatch.setattr(operator, "is_traced", lambda: False)  # the plain forms are looked into
+    monkeypatch.setattr(operator, "needs_torch_library", lambda: False)  # the plain forms are looked into
     with NoReads():
         plan = pattern.plan(other, key, queries, layout)
         if plan is not None:
@@ -200,7 +200,7 @@ def test_a_tracer_is_not_asked_whether_a_stream_is_captured(monkeypatch: pytest.
 
 def layer_of(name: str, layout: TokenLayout) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A layer's attention under a pattern, planned anew, by the plain backend."""
-    pattern, kernel = small(name), select.get("reference", "cpu")
+    pattern, kernel = small(name), select.get_op("reference", "cpu")
 
     def layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         plan = pattern.plan(query, key, layout, layout)
@@ -335,7 +335,7 @@ def test_backends_compute_the_narrowed_pairs(name: str, backend: str, shown: tup
     query, key, value = LONG.tensors(torch.float32)
     exact, allowed = budget(query, key, value, plan.to_mask() & window_mask(plan, sinks, window), 0.25)
     out, _ = attend_plan(
-        plan.limit_to_window(sinks, window), query, key, value, 0.25, select.get(backend, query.device)
+        plan.limit_to_window(sinks, window), query, key, value, 0.25, select.get_op(backend, query.device)
     )
     assert float((out.double() - exact).abs().max()) <= allowed
 

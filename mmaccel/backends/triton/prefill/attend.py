@@ -120,7 +120,7 @@ def block_attend(call: BlockAttendCall, *, chunk: int | None = None) -> tuple[Te
     scale *= math.log2(math.e)
     short: Tensor | None = None
     if (
-        not part.uses_extras
+        not part.needs_extensions
         and rows
         and lists == H
         and not all(plain)
@@ -148,7 +148,7 @@ def block_attend(call: BlockAttendCall, *, chunk: int | None = None) -> tuple[Te
         sizes_of = B, lists, M, tiles, longest, count_resident_programs(query.device), chunk
         plan = [s.lists.row for s in spans]
         work = get_cached_on_plan(
-            plan, sizes_of, lambda: SplitListPieces.of([s.lists.list_lengths for s in spans], *sizes_of)
+            plan, sizes_of, lambda: SplitListPieces.split([s.lists.list_lengths for s in spans], *sizes_of)
         )
     outputs = split_kernel_args(work, tiles * tall * pack, DV, lse)
     items = work.max_programs if work is not None else list_rows
@@ -157,7 +157,7 @@ def block_attend(call: BlockAttendCall, *, chunk: int | None = None) -> tuple[Te
     ends = (*row_strides(out), *leading_strides(lse))
     given = (out, lse, *outputs, q_row, *leading_strides(q_row))
     engine = (
-        not part.uses_extras
+        not part.needs_extensions
         and short is None
         and hopper_launch.supports_inputs(query, key, value, tall * pack, block_k, positions)
     )

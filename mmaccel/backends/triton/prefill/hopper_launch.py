@@ -121,7 +121,7 @@ class KeyLocations:
     short: Tensor | None
 
     @classmethod
-    def of(
+    def find(
         cls, key: Tensor, value: Tensor, spans: Sequence[KeySpan], heads: int, most: int | None = None
     ) -> KeyLocations:
         """Find or copy the blocks of `spans` in keys and values [B, G, S, D]; copies take at most `most` bytes, by default a
@@ -265,7 +265,7 @@ def launch_on_hopper(
     from mmaccel.backends.triton.prefill import hopper, hopper_joint
 
     query, key, value = tensors
-    homes = KeyLocations.of(key, value, spans, query.shape[1])
+    homes = KeyLocations.find(key, value, spans, query.shape[1])
     found = (
         build_span_table_row(*one, each=joint > 0) for one in zip(spans, homes.k_pos, homes.home, strict=True)
     )
@@ -373,7 +373,7 @@ def attend_shared_key_blocks(
         # A piece of a tile is a range of each of its lists: the longest one tells how many there are.
         count = reduce(add, (span.lists.list_lengths for span in spans))
         count = torch.nn.functional.pad(count, (0, -M % joint)).view(*count.shape[:2], tiles, joint).amax(-1)
-        work = SplitListPieces.of(
+        work = SplitListPieces.split(
             [count], B, H, tiles, 1, longest, count_resident_programs(query.device), chunk
         )
     outputs = split_kernel_args(work, wide, D, out[1])

@@ -417,7 +417,7 @@ class SplitListPieces:
         return len(self.item)
 
     @classmethod
-    def of(
+    def split(
         cls,
         counts: Sequence[Tensor],
         B: int,

@@ -1,7 +1,7 @@
 """Triton kernels of `ops.lines` (strongest columns and diagonals, their key blocks, grid orders), and the functions that
 launch them, with the operators' arguments.
 
-`strongest` is a radix select: three passes find the score of the weakest chosen line digit by digit from histograms, one
+`choose_lines` is a radix select: three passes find the score of the weakest chosen line digit by digit from histograms, one
 counts per piece, one writes. All counts are integers, so results are deterministic.
 """
 
@@ -149,8 +149,8 @@ def _chosen_kernel(
         tl.store(out + slot, tl.zeros_like(slot).to(tl.int64) + n, mask=none)
 
 
-def strongest(columns, diagonals, last, vertical, slash):
-    """Launch `ops.lines.strongest`: the key columns and diagonals of highest score, ascending, by radix select."""
+def choose_lines(columns, diagonals, last, vertical, slash):
+    """Launch `ops.lines.choose_lines`: the key columns and diagonals of highest score, ascending, by radix select."""
     B, H, n = columns.shape
     vertical, slash = min(vertical, n), min(slash, n)
     columns, diagonals, last = columns.contiguous(), diagonals.contiguous(), last.contiguous()
@@ -298,8 +298,8 @@ def gapped_block_list_kernel(
     tl.store(to + 4, tl.zeros([], tl.int64))
 
 
-def split_line_keys(row, columns, diagonals, width, block):
-    """Launch `ops.lines.split_line_keys`: split keys into chosen columns and the rest; one kernel marks columns, one removes
+def split_columns(row, columns, diagonals, width, block):
+    """Launch `ops.lines.split_columns`: split keys into chosen columns and the rest; one kernel marks columns, one removes
     them."""
     (B, H, K), S, N = columns.shape, diagonals.shape[2], row.shape[1]
     P = max(K + -K % block, block)

@@ -203,8 +203,8 @@ def _area_kernel(
     tl.atomic_add(OUT + lead, queries * tl.sum(keys, 0))
 
 
-def key_band(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k):
-    """Launch `ops.block_lists.key_band`: the run of key blocks that each query block reaches; three kernels."""
+def list_band(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k):
+    """Launch `ops.block_lists.list_band`: the run of key blocks that each query block reaches; three kernels."""
     q_row, k_row, q_pos, k_pos = (
         t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row, q_pos, k_pos)
     )
@@ -231,8 +231,8 @@ def key_band(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k):
     return row, kind
 
 
-def listed_area(row, index, q_row, k_row, block_q, block_k):
-    """Launch `ops.block_lists.listed_area`: number of pairs in listed blocks, [b, h]; integer sums, so the result is
+def listed_pairs(row, index, q_row, k_row, block_q, block_k):
+    """Launch `ops.block_lists.listed_pairs`: number of pairs in listed blocks, [b, h]; integer sums, so the result is
     deterministic."""
     row = row if row.stride()[2:] == (5, 1) else row.contiguous()
     q_row, k_row = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row))

@@ -26,7 +26,7 @@ from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, SearchResult, 
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable
 from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
-from mmaccel.policies.kv.mosaic.split import Rules, UnitMeans
+from mmaccel.policies.kv.mosaic.split import Params, UnitMeans
 
 SPLIT = dict(smallest=4, largest=32, tau_small=1.25, tau_large=2, alpha=8, new_scene=2, gain=0.05, unmix=0.5)
 BATCHED = "attention", "feed", "match"
@@ -55,7 +55,7 @@ class ClusterIndex(Index):
         super().__init__(policy, stream, geometry, *rest)
         device = self.device
         layers, width, init = self.layers, self.key.shape[2], stream.units(policy.init)
-        rules = Rules(visual=policy.visual, semantic=policy.semantic, init=init, buffer=policy.buffer)
+        rules = Params(visual=policy.visual, semantic=policy.semantic, init=init, buffer=policy.buffer)
         self.tree = ClusterHierarchy(rules, UnitMeans(layers, geometry.hidden, width, stream.dtype, device))
         self.by_look, self.retrievals_split = policy.first_stage == "look", policy.splits == "all"
         self.visual_key = torch.zeros(layers, 0, width, dtype=stream.dtype, device=device)
@@ -76,14 +76,14 @@ class ClusterIndex(Index):
         """Cluster all units (frames) that have reached the host, except those of the last `keep` passes. The search tables
         on the device are updated if they lack more than `BEHIND` units, or, with `keep` 0, any."""
         if self.tree.has_unclustered:
-            self.tree.insert(self._window)
+            self.tree.assign_units(self._window)
         while self.tree.means.waiting_passes > keep:
             retrieved = self.tree.means.add_oldest_waiting_pass()
             retrieved = None if retrieved is None else torch.from_numpy(self._at.rows_of(retrieved.numpy()))
             if retrieved is not None and self.tree.has_clusters:
                 for layer, owners in enumerate(self.tree.semantic.owner.gather(1, retrieved)):
                     self.tree.split_deferred(layer, owners.unique())
-            self.tree.insert(self._window, retrieved)
+            self.tree.assign_units(self._window, retrieved)
         if self.tree.units - self._units > BEHIND * bool(keep):
             self.refresh()
 
@@ -93,7 +93,7 @@ class ClusterIndex(Index):
         if self.tree.has_unclustered or self.tree.means.oldest_pass_has_arrived:
             if not self.tree.has_unclustered:
                 self.tree.means.add_oldest_waiting_pass()
-            self.tree.insert(self._window, most=1)
+            self.tree.assign_units(self._window, most=1)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -110,7 +110,7 @@ class ClusterIndex(Index):
         layer, cluster = level.pop_changed_clusters()
         if layer.numel():
             # What was taken back may lie beyond all that is in use.
-            room = max(level.used, int(cluster.max()) + 1)
+            room = max(level.id_bound, int(cluster.max()) + 1)
             for name in ("key", "value", "time"):
                 setattr(self, name, grow_buffer(getattr(self, name), 1, room, fill=0, share=SPARE))
             members = level.members_of(layer, cluster)
@@ -134,7 +134,7 @@ class ClusterIndex(Index):
         _, cluster = level.pop_changed_clusters()
         if not cluster.numel():
             return
-        room = max(level.used, int(cluster.max()) + 1)
+        room = max(level.id_bound, int(cluster.max()) + 1)
         self.visual_key = grow_buffer(self.visual_key, 1, room, fill=0, share=SPARE)
         units = level.members_of(torch.zeros_like(cluster), cluster)
         at, members = self._sent(cluster), [some[some >= 0] for some in units]
@@ -165,7 +165,7 @@ class ClusterIndex(Index):
             held = now.visual.expand(len(queries), -1)
             ranked = self._scored(self.visual_key[rows], queries, held, words)
         without = ops.mask_beyond_budget(ranked, now.visual, STAGE * budget, FEWEST)
-        return ops.scores_and_preceding(scores, size, now.parent[rows], without)
+        return ops.mask_and_count_better(scores, size, now.parent[rows], without)
 
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
         means = self.tree.means

@@ -47,7 +47,7 @@ def welford(c: Array, s2: Array, n: Array, u: Array) -> tuple[Array, Array]:
     return new, (size * s2 + np.einsum("...d,...d", away, u - new)) / (size + 1)
 
 
-def merged(
+def union(
     c_a: Tensor, s2_a: Tensor, n_a: Tensor, c_b: Tensor, s2_b: Tensor, n_b: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return centroid and variance of the union of two clusters, given the centroid, variance and size of each (Chan, Golub
@@ -96,7 +96,7 @@ class ClusterTable:
         return self.size.shape[0]
 
     @property
-    def used(self) -> int:
+    def id_bound(self) -> int:
         """Upper bound of the cluster ids in use, in any layer."""
         return max(self._used)
 
@@ -118,8 +118,8 @@ class ClusterTable:
             else:
                 ids.append(self._used[at])
                 self._used[at] += 1
-        for name in (*ROWS, "dirty", "_noted") if self.used > self.size.shape[1] else ():
-            rows = grow_buffer(getattr(self, name), 1, self.used, fill=FILL.get(name, 0), share=1.0)
+        for name in (*ROWS, "dirty", "_noted") if self.id_bound > self.size.shape[1] else ():
+            rows = grow_buffer(getattr(self, name), 1, self.id_bound, fill=FILL.get(name, 0), share=1.0)
             setattr(self, name, rows)
         new = torch.tensor(ids, dtype=torch.long)
         self._note(layer, new)
@@ -129,7 +129,7 @@ class ClusterTable:
         self.limit[layer, new] = 0
         return new
 
-    def add(self, layer: Array, cluster: Array, unit: int, centroid: Array, variance: Array) -> None:
+    def add_unit(self, layer: Array, cluster: Array, unit: int, centroid: Array, variance: Array) -> None:
         """Add unit (frame) `unit` to clusters (layer [b], cluster [b]), at most one a layer, with their new statistics."""
         self._note(layer, cluster)
         at, sizes = (layer, cluster), self.size.numpy()
@@ -143,9 +143,9 @@ class ClusterTable:
 
     def set_members(self, layer: Tensor, cluster: Tensor, members: Tensor, x: Tensor) -> None:
         """Set the members of clusters (layer [b], cluster [b]) to units [b, m] (-1: none) with vectors `x` [b, m, d]."""
-        self.write(layer, cluster, members, *centroid_variance_size(x, members >= 0))
+        self.write_clusters(layer, cluster, members, *centroid_variance_size(x, members >= 0))
 
-    def write(
+    def write_clusters(
         self,
         layer: Tensor,
         cluster: Tensor,
@@ -188,7 +188,7 @@ class ClusterTable:
             if new >= 0:
                 bisect.insort(self._under.setdefault(new, [[] for _ in range(self.layers)])[at], one)
 
-    def release(self, layer: int, cluster: int) -> None:
+    def free_id(self, layer: int, cluster: int) -> None:
         """Free the id of a cluster, whose units (frames) now belong to other clusters."""
         at = torch.tensor([layer]), torch.tensor([cluster])
         self._note(*at)
@@ -232,7 +232,7 @@ class ClusterTable:
         compared with these only. Cached until a cluster enters or leaves; do not write to it."""
         if self._under is None:
             self._under = {}
-            for at, parents in enumerate(self.parent[:, : self.used].tolist()):
+            for at, parents in enumerate(self.parent[:, : self.id_bound].tolist()):
                 for one, above in enumerate(parents):
                     if above >= 0:
                         self._under.setdefault(above, [[] for _ in range(self.layers)])[at].append(one)
@@ -273,7 +273,7 @@ class ClusterTable:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the table's tensors, by name, as they are saved."""
-        rows = {name: getattr(self, name)[:, : self.used].contiguous() for name in ROWS}
+        rows = {name: getattr(self, name)[:, : self.id_bound].contiguous() for name in ROWS}
         return {**rows, "owner": self.owner[:, : self._units].contiguous()}
 
     def saved_shapes(self, units: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -358,14 +358,14 @@ class NearestCluster:
         self._level, self.x = level, x.numpy()
         # In the order of change, each once.
         self._changed: dict[int, None] = {}
-        used = slice(0, level.used)
+        used = slice(0, level.id_bound)
         centroid = level.centroid[0, used]
         cosine = x @ centroid.mT / centroid.norm(dim=-1).clamp_min(1e-12)
         self._cosine = cosine.masked_fill(level.size[0, used] == 0, -torch.inf).numpy()
 
     def nearest(self, row: int) -> int:
         """Return the id of the cluster with the largest cosine with point `row` of `x`; of equal ones the lowest id."""
-        cosine, more = self._cosine[row], self._level.used - self._cosine.shape[1]
+        cosine, more = self._cosine[row], self._level.id_bound - self._cosine.shape[1]
         if more:
             cosine = np.pad(cosine, (0, more), constant_values=-np.inf)
         if self._changed:

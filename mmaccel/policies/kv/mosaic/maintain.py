@@ -19,8 +19,8 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.buffers import single_cpu_thread
-from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, NearestCluster, cosines, merged, welford
-from mmaccel.policies.kv.mosaic.split import FLOOR, Rules, SplitBounds, UnitMeans, kmeans, split_exceeding
+from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, NearestCluster, cosines, union, welford
+from mmaccel.policies.kv.mosaic.split import FLOOR, Params, SplitBounds, UnitMeans, kmeans, split_exceeding
 
 FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absent": list}
 MOST = 1 << 53  # saved counters are below this
@@ -33,7 +33,7 @@ TOGETHER = 16
 class ClusterHierarchy:
     """A stream's visual and semantic clusters. Letters as in `ClusterTable` and `UnitMeans`; L = 1 for visual ones."""
 
-    def __init__(self, rules: Rules, means: UnitMeans) -> None:
+    def __init__(self, rules: Params, means: UnitMeans) -> None:
         self.rules, self.means, self.layers = rules, means, means.keys.shape[1]
         self.counters: Counter[str] = Counter()
         self.clear()
@@ -127,7 +127,7 @@ class ClusterHierarchy:
             if not level.load({row: found[f"{name}.{row}"] for row in level.saved_shapes(units)}, above):
                 raise ModelError(f"{folder}: {name} clusters do not fit together; the file is damaged.")
             small, large = found[f"{name}.threshold"]
-            self.bounds += (rules.bounds(small, large, visual=above is None),)
+            self.bounds += (rules.make_bounds(small, large, visual=above is None),)
             means.centre = found["centre_look"], found["centre_key"]
         return absent
 
@@ -146,7 +146,7 @@ class ClusterHierarchy:
         return self.has_clusters and self.units < self.means.units
 
     @single_cpu_thread()
-    def insert(self, window: int, retrieved: Tensor | None = None, most: int | None = None) -> None:
+    def assign_units(self, window: int, retrieved: Tensor | None = None, most: int | None = None) -> None:
         """Assign the units (frames) whose means have arrived and which no cluster holds to clusters, in order.
 
         window   how many of the newest units count as held on the device, counted back from each unit that is assigned
@@ -231,7 +231,7 @@ class ClusterHierarchy:
             self.counters["scenes"] += 1
         else:
             centroid, s2 = welford(centroid, s2, n, u)
-        level.add(FIRST, np.array([best]), unit, centroid, s2)
+        level.add_unit(FIRST, np.array([best]), unit, centroid, s2)
         new = self._refine_visual(torch.tensor([best])) if bounds.must_split_first_layer(level, best) else []
         matching.update_clusters([best, *new])
         return int(level.owner[0, unit]) if new else best
@@ -298,7 +298,7 @@ class ClusterHierarchy:
         home, limit = (row.numpy()[layer, near] for row in (level.home, level.limit))
         bad = self.bounds[1].exceeds_threshold(layer, n, s2, limit)
         if not bad.any():
-            level.add(layer, near, unit, c, s2)
+            level.add_unit(layer, near, unit, c, s2)
             self._flush(layer[home >= 0])
             return
         members = level.members.numpy()[layer, near, : n.max() - 1]
@@ -308,7 +308,7 @@ class ClusterHierarchy:
         split = bad & (here | (members < 0)).all(1) & (home < 0)
         take = ~bad | split
         if take.any():
-            level.add(layer[take], near[take], unit, c[take], s2[take])
+            level.add_unit(layer[take], near[take], unit, c[take], s2[take])
             self._flush(layer[take & (home >= 0)])
         if split.any():
             at = map(torch.from_numpy, (layer[split], near[split]))
@@ -320,7 +320,7 @@ class ClusterHierarchy:
     def _alone(self, layer: Array, parent: int, unit: int, u: Array) -> Tensor:
         at = torch.from_numpy(layer)
         ids = self.semantic.allocate_ids(at, torch.full_like(at, parent))
-        self.semantic.add(layer, ids.numpy(), unit, u, np.zeros_like(u[:, 0]))
+        self.semantic.add_unit(layer, ids.numpy(), unit, u, np.zeros_like(u[:, 0]))
         return ids
 
     def _cosines(self, layer: Array, ids: Array, u: Array) -> Array:
@@ -345,7 +345,7 @@ class ClusterHierarchy:
         mini, n, c, s2 = self._nearest(layer, np.where(waiting, ids, -1), cosine, u)
         fits = (s2 <= bounds.threshold(layer, n)) & (n <= bounds.largest) & waiting.any(1)
         if fits.any():
-            level.add(layer[fits], mini[fits], unit, c[fits], s2[fits])
+            level.add_unit(layer[fits], mini[fits], unit, c[fits], s2[fits])
         single, owner = layer[~fits], torch.from_numpy(home[~fits])
         if single.size:
             new, at = self._alone(single, parent, unit, u[~fits]), torch.from_numpy(single)
@@ -385,10 +385,10 @@ class ClusterHierarchy:
                 other = at[0], torch.tensor([one])
                 both = torch.cat([level.members_of(*at), level.members_of(*other)], 1)
                 rows = level.centroid, level.variance, level.size
-                joined = merged(*(row[pair] for pair in (at, other) for row in rows))
+                joined = union(*(row[pair] for pair in (at, other) for row in rows))
                 size = level.size[at] + level.size[other]
-                level.release(layer, one)
-                level.write(*at, both, *joined, size)
+                level.free_id(layer, one)
+                level.write_clusters(*at, both, *joined, size)
                 self.buffer[layer].remove(one)
             level.set_row("lazy", *at, 0)
             self.counters["deferred_splits"] += self._refine(*at)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mmaccel.backends.ops.clusters import gather_units, slab_alignment
+from mmaccel.backends.ops.clusters import copy_units, slab_alignment
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
@@ -37,7 +37,7 @@ unit_length = partial(normalize, dim=-1, eps=torch.finfo(torch.float32).tiny)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class Params:
     """The parameters of the clustering. `visual`, `semantic`, `init` (in units) and `buffer` are fields of the index
     `clusters`; the paper gives no values for the others.
 
@@ -66,12 +66,12 @@ class Rules:
 
     def calibrate(self, level: ClusterTable, visual: bool, floor: Tensor) -> SplitBounds:
         """Return the bounds for a level from its present clusters; thresholds are at least `floor` [L]."""
-        s2, n = level.variance[:, : level.used], level.size[:, : level.used]
+        s2, n = level.variance[:, : level.id_bound], level.size[:, : level.id_bound]
         usual = (s2 * n).sum(1) / n.sum(1).clamp_min(1)
         small, large = ((t * usual).maximum(floor).clamp(max=CAP) for t in (self.tau_small, self.tau_large))
-        return self.bounds(small, large, visual)
+        return self.make_bounds(small, large, visual)
 
-    def bounds(self, small: Tensor, large: Tensor, visual: bool) -> SplitBounds:
+    def make_bounds(self, small: Tensor, large: Tensor, visual: bool) -> SplitBounds:
         """Return the bounds for a level with these thresholds; the largest size is scaled from the semantic level's."""
         most = self.largest * (self.visual if visual else self.semantic) // self.semantic
         apart = self.new_scene if visual else math.inf
@@ -324,7 +324,7 @@ class UnitMeans:
         layers, width = held.shape[1:]
         out = torch.empty(2, 1, len(units), width // 2, dtype=held.dtype, device=self._device)
         slab = [held.view(-1, 2, 1, 1, width // 2)]
-        gather_units(out, slab, self._zero, units * layers + layer, slab_alignment(slab))
+        copy_units(out, slab, self._zero, units * layers + layer, slab_alignment(slab))
         return out[:, 0].float().transpose(0, 1).flatten(1)
 
     def nbytes(self) -> int:

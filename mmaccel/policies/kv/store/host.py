@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.clusters import gather_units, slab_alignment
+from mmaccel.backends.ops.clusters import copy_units, slab_alignment
 from mmaccel.core.errors import RecipeError, StoreError
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.registry import one_of
@@ -194,7 +194,7 @@ class HostStore:
             self.lanes.wire.run(lambda: sent.append(on_device(apart, self.device)))
             self._laid = places, slabs, slab_alignment(slabs), sent
         _, slabs, grain, base = self._laid
-        self.lanes.wire.run(lambda: gather_units(out, slabs, base[0], slot, grain))
+        self.lanes.wire.run(lambda: copy_units(out, slabs, base[0], slot, grain))
         return made, self._end("seconds_in", began, fetches=1, copies_in=1, gathers=1)
 
     def count_copied(self, units: int) -> None:

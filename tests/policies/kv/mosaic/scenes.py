@@ -10,7 +10,7 @@ from mmaccel.core.adapter import Geometry
 from mmaccel.policies.kv.mosaic import ClusterIndex, Clusters
 from mmaccel.policies.kv.mosaic.clusters import centroid_variance_size
 from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
-from mmaccel.policies.kv.mosaic.split import Rules, UnitMeans
+from mmaccel.policies.kv.mosaic.split import Params, UnitMeans
 
 LOOK, WIDTH = 6, 8
 
@@ -46,7 +46,7 @@ def runs(units: int, seed: int = 0, kinds: int = 7, hold: int = 7) -> list[int]:
 
 def tree_of(layers: int = 2, lift: float = 0.5, **rules: Any) -> ClusterHierarchy:
     means = UnitMeans(layers, LOOK, WIDTH, torch.float64, torch.device("cpu"), lift)
-    return ClusterHierarchy(Rules(**{**SMALL, **rules}), means)
+    return ClusterHierarchy(Params(**{**SMALL, **rules}), means)
 
 
 def index_of(tree: ClusterHierarchy, device: str = "cpu", fresh: bool = False, **how: Any) -> ClusterIndex:
@@ -72,7 +72,7 @@ def feed(
     """Insert units in chunks."""
     for a in range(tree.means.units, len(data[0]), chunk):
         tree.means.append(*(rows[a : a + chunk] for rows in data))
-        tree.insert(window, retrieved)
+        tree.assign_units(window, retrieved)
 
 
 def partition(tree: ClusterHierarchy) -> tuple[list[list[frozenset[int]]], frozenset[frozenset[int]]]:

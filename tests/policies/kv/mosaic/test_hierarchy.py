@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from mmaccel.core.memory.buffers import single_cpu_thread
-from mmaccel.policies.kv.mosaic.clusters import ClusterTable, centroid_variance_size, merged, pooled_variance
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable, centroid_variance_size, pooled_variance, union
 from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
-from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Rules, SplitBounds, UnitMeans, unit_length
+from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Params, SplitBounds, UnitMeans, unit_length
 from tests.policies.kv.mosaic.scenes import (
     SMALL,
     WIDTH,
@@ -122,7 +122,7 @@ def test_a_stream_that_begins_with_one_scene_still_tells_scenes_apart() -> None:
 
 def test_what_the_type_rounds_away_is_no_scene() -> None:
     """A still camera, whose frames differ from the 64th on by a rounding error each, then moves."""
-    tree = ClusterHierarchy(Rules(**SMALL), UnitMeans(2, 96, 32, torch.bfloat16, torch.device("cpu")))
+    tree = ClusterHierarchy(Params(**SMALL), UnitMeans(2, 96, 32, torch.bfloat16, torch.device("cpu")))
     g = torch.Generator().manual_seed(0)
     still, other = torch.randn(2, 96, generator=g)
     looks = still * (1 + 2**-9 * torch.randint(-1, 2, (400, 96), generator=g))
@@ -256,7 +256,7 @@ def test_merging_equals_all_at_once_and_conserves_scatter(a: int, b: int, seed: 
     left, right = (
         centroid_variance_size(rows, torch.ones(len(rows), dtype=torch.bool)) for rows in (x[:a], x[a:])
     )
-    c, s2 = merged(*left, *right)
+    c, s2 = union(*left, *right)
     whole_c, whole_s2, n = centroid_variance_size(x, torch.ones(a + b, dtype=torch.bool))
     assert torch.allclose(c, whole_c, atol=1e-12) and torch.allclose(s2, whole_s2, atol=1e-12)
     between = a * b / (a + b) * (left[0] - right[0]).square().sum()
@@ -284,9 +284,9 @@ def test_few_units_are_split_where_they_are_strangers() -> None:
     small = torch.tensor([0.1])
     layer, n = torch.zeros(4, dtype=torch.long), torch.tensor([2, 2, 1, 4])
     s2 = torch.tensor([0.19, 0.21, 0, 0.11])
-    rules = Rules(visual=1, semantic=1, init=2, buffer=0)
+    rules = Params(visual=1, semantic=1, init=2, buffer=0)
     for visual, found in ((True, [False, True, False, True]), (False, [False, False, False, True])):
-        bounds = rules.bounds(small, small, visual)
+        bounds = rules.make_bounds(small, small, visual)
         told = bounds.exceeds_threshold(*(x.numpy() for x in (layer, n, s2, torch.zeros(4))))
         assert told.tolist() == found
 
@@ -298,6 +298,6 @@ def test_the_threshold_is_calibrated_layer_by_layer() -> None:
     level.variance, level.size = s2, n
     level._count_ids()
     floors = torch.tensor([FLOOR, 0.01, FLOOR])
-    made = Rules(visual=1, semantic=1, init=2, buffer=0).calibrate(level, False, floors)
+    made = Params(visual=1, semantic=1, init=2, buffer=0).calibrate(level, False, floors)
     assert made.small.tolist() == pytest.approx([1.25 * 0.175, 0.01, CAP])
     assert made.large.tolist() == pytest.approx([2 * 0.175, 0.01, CAP])

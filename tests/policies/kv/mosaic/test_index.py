@@ -205,7 +205,7 @@ def test_words_ask_each_for_itself(tree: ClusterHierarchy) -> None:
     asked = Words(rows[None], torch.tensor([3]))
     found = index.search_ahead(layer, rows.mean(0)[None], budget, 0, words=asked)[0]
     for level, at in ((tree.visual, 0), (tree.semantic, layer)):
-        used = [one for one in range(level.used) if level.size[at, one] > 0]
+        used = [one for one in range(level.id_bound) if level.size[at, one] > 0]
         inside = [(level.owner[at, :end] == one).nonzero()[:, 0] for one in used]
         mean = torch.stack([tree.means.keys[some, layer].float().mean(0) for some in inside])
         score = mean @ rows.T

@@ -23,7 +23,7 @@ from mmaccel.models.captured_tower import CapturedVisionTower
 from mmaccel.models.fingerprint import ModuleFingerprint, can_fuse_layers
 from mmaccel.models.layer_step import FusedDeltaNetStep, HiddenRows, LayerStep, StepStates, build_layer_steps
 from mmaccel.models.modules import fused_norm
-from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, copy_by_dtype, restore_states_on_error
+from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, copy_tensors, restore_states_on_error
 
 DEVICES = ("cuda",)
 """Types of devices on which steps are captured."""
@@ -266,7 +266,7 @@ class CapturedStreamSteps:
         for n, some in enumerate(layers if bias is not None else ()):
             held = ((seat, slot.bias) for seat, slot in enumerate(some))
             told += [(bias[n, seat, : len(one)], one) for seat, one in held if one is not None]  # type: ignore[index]
-        copy_by_dtype(told)
+        copy_tensors(told)
         spare = [0] * (seats - len(slots))
         begins = torch.tensor([[slot.column for slot in some] + spare for some in layers])
         starts = room("from", (len(layers), seats), torch.long).copy_(on_device(begins, x.device))

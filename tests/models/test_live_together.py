@@ -3,7 +3,6 @@ Several questions to one memory: decoded as one batch, and each answer is the on
 
 import copy
 import gc
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,14 +17,13 @@ import torch
 import mmaccel
 from mmaccel.core.decoding.generate import Speculation
 from mmaccel.core.errors import ModelError
-from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.streams import intake
 from mmaccel.core.streams import session as session_module
 from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.models import step
 from mmaccel.models.stream import HFStreamAdapter
 from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, logits, open_session, pair, told
-from tests.spies import beside, broken, crossed, finish, heard, nth, until
+from tests.spies import broken, crossed, heard, nth, until
 
 pytestmark = pytest.mark.in_turn("kv", 4)
 
@@ -398,26 +396,3 @@ def test_an_answer_does_not_wait_for_itself(call: str, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="an answer cannot wait for its own end; call this when"):
             session.ask(QUESTION, TOKENS, logits_processor=[within])
         assert told(session.ask(QUESTION, TOKENS)) == want
-
-
-@pytest.mark.parametrize(("kv", "how"), [("full", {}), ("rekv", {"between": (0.0, 6.0)})])
-def test_no_pass_comes_into_the_middle_of_a_question(
-    kv: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its layers work in buffers that all streams of a model share. These memories have no slots: they attend themselves."""
-    monkeypatch.setattr(step, "DEVICES", ("cpu",))
-    with several(MEMORIES[kv], 0, 1) as ((first, second), _):
-        alone = first.ask(QUESTION, 6, **how).ids, second.ask(QUESTION, 6).ids
-        turns, attend, here = first._stream_adapter.turns, ForwardPass.attend, threading.current_thread()
-        found, begun = list[Any](), list[threading.Thread]()
-
-        def interrupted(self: Any, layer: int, *given: Any) -> Any:
-            if not begun and threading.current_thread() is here and layer == 1:
-                begun.extend(beside(lambda: found.append(second.ask(QUESTION, 6).ids)))
-                until(lambda: bool(turns._waiting))
-            return attend(self, layer, *given)
-
-        monkeypatch.setattr(ForwardPass, "attend", interrupted)
-        assert first.ask(QUESTION, 6, **how).ids == alone[0]
-        finish(begun)
-        assert begun and found == [alone[1]]

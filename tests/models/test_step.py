@@ -2,6 +2,7 @@
 only where that is sound."""
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,15 +20,16 @@ from mmaccel.backends.ops import layer_ops
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding import replay
 from mmaccel.core.memory.kv import CacheSlot
+from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.streams.asking import run_question
 from mmaccel.models import step
 from mmaccel.models.runner import HFRunner
 from tests.core.test_replay import Repeated
-from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
+from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.kv.mosaic.test_prefetch import Replayed
 from tests.policies.kv.test_fields import VIEWS
-from tests.spies import crossed, heard
+from tests.spies import beside, crossed, finish, heard, until
 
 EACH = "qkv_rope_rows_each", "rope_rows_each", "decode_attend_each"
 FREE = {*VIEWS, "split", "split_with_sizes", "_reshape_alias"}
@@ -346,3 +348,29 @@ def test_captures_of_answers_are_given_back(monkeypatch: pytest.MonkeyPatch) -> 
                 steps._answer([slots], torch.zeros(1, shape.hidden), [1], None)
         # One for all that share a power of two.
         assert len(replays._held) == 6 == sum(name == "biases" for name, *_ in replays._rooms)
+
+
+@pytest.mark.parametrize(("kv", "how"), [("full", {}), ("rekv", {"between": (0.0, 6.0)})])
+def test_no_pass_comes_into_the_middle_of_a_question(
+    kv: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers work in buffers that all streams of a model share. These memories have no slots: they attend themselves."""
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(open_session("random-ov", KV[kv])) for _ in range(2))
+        first.watch(film(9, seed=3), fps=FPS)
+        second.watch(film(12, seed=6), fps=FPS)
+        alone = first.ask(QUESTION, 6, **how).ids, second.ask(QUESTION, 6).ids
+        turns, attend, here = first._stream_adapter.turns, ForwardPass.attend, threading.current_thread()
+        found, begun = list[Any](), list[threading.Thread]()
+
+        def interrupted(self: Any, layer: int, *given: Any) -> Any:
+            if not begun and threading.current_thread() is here and layer == 1:
+                begun.extend(beside(lambda: found.append(second.ask(QUESTION, 6).ids)))
+                until(lambda: bool(turns._waiting))
+            return attend(self, layer, *given)
+
+        monkeypatch.setattr(ForwardPass, "attend", interrupted)
+        assert first.ask(QUESTION, 6, **how).ids == alone[0]
+        finish(begun)
+        assert begun and found == [alone[1]]

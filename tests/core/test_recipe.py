@@ -319,7 +319,8 @@ def test_files_that_are_no_recipe(tmp_path: Path, text: str) -> None:
 def test_a_name_is_registered_once() -> None:
     own = Registry("toy")
     own.add("one", AShape)
-    own.add("one", AShape)
+    own.add("one", again := type("AShape", (AShape,), {"__module__": AShape.__module__}))
+    assert own["one"] is again, "a cell of a notebook is run again"
     with pytest.raises(RecipeError, match="toy 'one' is registered already"):
         own.add("one", Window)
     with pytest.raises(UnknownName, match="unknown kind 'nothing'"):

@@ -238,7 +238,7 @@ class Registry(Mapping[str, type[Any]]):
         self._classes: dict[str, type[Any]] = {}
 
     def add(self, name: str, cls: type) -> None:
-        """Register `cls` as `name`, or anew, as a notebook's cell does; raises `RecipeError` if another class has the name."""
+        """Register `cls` as `name`, or anew when its code runs again; raises `RecipeError` if another class has the name."""
         held = self._classes.get(name, cls)
         if (held.__module__, held.__qualname__) != (cls.__module__, cls.__qualname__):
             raise RecipeError(f"{self.kind} {name!r} is registered already; choose another name.")

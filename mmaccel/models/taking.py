@@ -3,9 +3,7 @@ many as fit."""
 
 from __future__ import annotations
 
-import bisect
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ from mmaccel.core.attach import adapter_for, attached
 from mmaccel.core.errors import VideoError, warn
 from mmaccel.core.memory.buffers import free_host_bytes
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.report_page import plural
 from mmaccel.models.prompt_layout import VideoBudget, max_positions
 from mmaccel.models.shipped import WORLD
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from mmaccel.media import Video
 
 RESERVE = 1024
-"""Positions left for the words of a prompt and its answer."""
+"""Positions left for the words of a prompt and its answer, but at most an eighth of the model's."""
 SHARE = 0.8
 """Part of the free memory that a prompt may take."""
 STATES = 12
@@ -127,7 +126,8 @@ def max_frames_that_fit(
     """Return how many frames of a file fit under `recipe` (None: the attached one), and a sentence that names the limit: the
     model's positions, its device's memory, or the file's length.
 
-    Frames are taken to have their default size. Raises `VideoError` for a source of unknown length.
+    Each number is tried on the prompt that the processor makes of so many frames. Raises `VideoError` for a source of
+    unknown length.
     """
     from mmaccel.media.reader import video_metadata
 
@@ -137,21 +137,10 @@ def max_frames_that_fit(
     if not total:
         raise VideoError(f"frames='auto': {path} does not tell its number of frames; give the number.")
     family: Any = adapter_for(model)
-    text = family.text_model(model)
-    usual = processor_frame_budget(processor).frame_count(total, rate)
-    size = budgeted_frame_size(processor, usual, height, width) or (height, width)
+    limit = max_positions(family.text_model(model).config)
+    reserve = min(RESERVE, (limit or 0) // 8)
+    positions = f"the model has {limit} positions, and {reserve} are left for the words and the answer"
     frames_per_unit = family.frames_per_unit(model)
-    # The second unit as late as the last: where its time is written, that is the longest.
-    late = rate / total
-    few, more = (
-        _prompt(processor, torch.zeros(frames_per_unit * n, 3, *size, dtype=torch.uint8), late)
-        for n in (1, 2)
-    )
-
-    def slope(of: Callable[[dict[str, Tensor]], float]) -> float:
-        return of(more) - of(few)
-
-    tokens = slope(lambda inputs: inputs["input_ids"].numel())
     geometry, each = family.geometry(model), _element_bytes(model)
     held = (
         0
@@ -159,47 +148,51 @@ def max_frames_that_fit(
         else 2 * geometry.layers * geometry.kv_heads * geometry.head_dim
     )
     held += 0 if recipe.chunk else STATES * geometry.hidden
-    pixels = slope(lambda inputs: sum(x.numel() for name, x in inputs.items() if "pixel" in name))
     device = home_device(model)
     host = free_host_bytes()
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host
-    rooms: dict[str, float] = {"there are no more": total}
-    if (limit := max_positions(text.config)) is not None:
-        first, second = (int(family.positions(model, made).max()) for made in (few, more))
-        # Words may stand between the frames of a family without a style: each unit goes on behind those before it.
-        apart = second - first if processor.style is None else 0
 
-        def over(steps: int) -> bool:
-            """Whether so many steps of time, over all of the video, leave too few positions."""
-            at = _prompt(
-                processor,
-                torch.zeros(frames_per_unit, 3, *size, dtype=torch.uint8),
-                steps * frames_per_unit / total * rate,
-            )
-            made = family.positions(model, at)
-            # Rows and columns of the last step begin at its time, which is no sum of both.
-            begin = made[0, 0, 0] if made.ndim == 3 and processor.style is not None else made.max()
-            last = max(int(made.max()), int(begin + family.time_step_positions(model, at, steps)[-1]))
-            return max(last, first + apart * (steps - 1)) + RESERVE >= limit
+    def fill(units: int) -> tuple[float, str, int]:
+        """Of the fullest room after so many units: how full it is (above 1: too small), its name, the prompt's tokens."""
+        count = units * frames_per_unit
+        size = budgeted_frame_size(processor, count, height, width) or (height, width)
+        made = _prompt(processor, count, size, count / total * rate)
+        tokens = made["input_ids"].numel()
+        pixels = sum(x.numel() for name, x in made.items() if "pixel" in name)
+        rooms = {
+            f"{free / 2**30:.1f} GiB are free on {device}": (tokens * held + pixels) * each / (SHARE * free),
+            f"{host / 2**30:.1f} GiB of host memory are free": 6 * height * width * count / (SHARE * host),
+        }
+        if limit is not None:
+            rooms[positions] = (int(family.positions(model, made).max()) + 1 + reserve) / limit
+        name = max(rooms, key=lambda one: rooms[one])
+        return rooms[name], name, tokens
 
-        rooms[f"the model has {limit} positions"] = (
-            bisect.bisect_left(range(1, -(-total // frames_per_unit) + 1), True, key=over) * frames_per_unit
-        )
-    told = f"{free / 2**30:.1f} GiB are free on {device}"
-    rooms[told] = SHARE * free / ((tokens * held + pixels) * each) * frames_per_unit
-    rooms[f"{host / 2**30:.1f} GiB of host memory are free"] = SHARE * host / (2 * 3 * height * width)
-    why = min(rooms, key=lambda name: rooms[name])
-    count = int(min(rooms[why], total)) // frames_per_unit * frames_per_unit
-    if not count and total >= frames_per_unit:
+    # A prompt is nearly linear in its frames, so each try guesses the next; growing strides bound the number of tries.
+    fits, fails, at, stride, why, length = (
+        0,
+        max(total // frames_per_unit, 1) + 1,
+        1,
+        1,
+        "there are no more",
+        0,
+    )
+    while fits + 1 < fails:
+        full, name, tokens = fill(at)
+        if full <= 1:
+            fits, length, at = at, tokens, max(at + stride, int(at / full))
+            at = min(at, fails - 1) if why == "there are no more" else at
+        else:
+            fails, why, at = at, name, min(at - stride, int(at / full))
+        stride *= 2
+        at = at if fits < at < fails else (fits + fails) // 2
+    if not fits:
         raise VideoError(
-            f"frames='auto': there is no room for {frames_per_unit} frames of {path}, for {why}; give frames=, "
+            f"frames='auto': there is no room for {plural(frames_per_unit, 'frame')} of {path}, for {why}; give frames=, "
             "or smaller ones."
         )
-    count = max(count, 1)
-    return (
-        count,
-        f"frames='auto' took {count} of {total} frames, about {tokens / frames_per_unit * count:.0f} tokens: {why}",
-    )
+    count = min(fits * frames_per_unit, total)
+    return count, f"frames='auto' took {count} of {plural(total, 'frame')}, {plural(length, 'token')}: {why}"
 
 
 def _element_bytes(model: nn.Module) -> int:
@@ -207,6 +200,12 @@ def _element_bytes(model: nn.Module) -> int:
     return int(getattr(model, "dtype", torch.float32).itemsize)
 
 
-def _prompt(processor: Any, frames: Tensor, rate: float) -> dict[str, Tensor]:
-    made: dict[str, Tensor] = processor(processor.video_token, videos=[frames], fps=rate or None)
+def _prompt(processor: Any, count: int, size: tuple[int, int], rate: float) -> dict[str, Tensor]:
+    """The inputs of a prompt of one video of `count` frames, as the processor makes them, without memory for its pixels."""
+    from mmaccel.media import Video
+
+    frames = torch.zeros(count, 3, *size, dtype=torch.uint8, device="meta")
+    # Without a rate processors take their own default.
+    video = Video(frames, torch.zeros(count, dtype=torch.float64), rate or None, rate, 0.0)  # type: ignore[arg-type]
+    made: dict[str, Tensor] = processor(processor.video_token, videos=[video])
     return made

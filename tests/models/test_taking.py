@@ -18,7 +18,7 @@ from mmaccel import media
 from mmaccel.cli import answer
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, ModelError, VideoError
-from mmaccel.models import stock, taking
+from mmaccel.models import stock
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import VideoBudget
 from mmaccel.models.shipped import WORLD
@@ -26,6 +26,8 @@ from mmaccel.models.taking import max_frames_that_fit, processor_frame_budget, r
 from tests.media.films import write_film
 from tests.models.streams import QUESTION, asked_of_film, film, pair
 from tests.models.test_processor import FAMILIES, noise, same, shipped_qwen, write_model
+from tests.models.test_stream_families import pair as stock_model
+from tests.models.test_stream_families import stock as stock_processor
 from tests.spies import broken
 
 
@@ -131,13 +133,13 @@ def test_auto_takes_all_that_there_is_room_for(name: str, tmp_path: Path, monkey
     # Qwen's positions are seconds: fewer frames of the same video end where all of them do.
     if name == "random-ov":
         most = int(family.positions(model, inputs).max())
-        monkeypatch.setattr(taking, "RESERVE", 40)
-        monkeypatch.setattr(family.text_model(model).config, "max_position_embeddings", 40 + most // 2)
+        limit = most * 4 // 7  # an eighth is left for the answer
+        monkeypatch.setattr(family.text_model(model).config, "max_position_embeddings", limit)
         count, told = max_frames_that_fit(processor, model, path)
-        assert 20 <= count <= 30 and f"the model has {40 + most // 2} positions" in told
+        assert 20 <= count <= 30 and f"the model has {limit} positions, and {limit // 8} are left" in told
         with pytest.warns(MmaccelWarning, match=re.escape(told)):
             inputs = processor.chat("what colour ?", videos=path, frames="auto", model=model)
-        assert int(family.positions(model, inputs).max()) < 40 + most // 2
+        assert int(family.positions(model, inputs).max()) < limit
         monkeypatch.undo()
     # And so much memory; a window of keys needs less of it.
     monkeypatch.setattr("mmaccel.models.taking.free_host_bytes", lambda: 1 << 20)
@@ -151,7 +153,6 @@ def test_auto_takes_all_that_the_positions_of_qwen_hold(tmp_path: Path, monkeypa
     """Its positions are seconds: of fewer frames the last begins earlier. One step of time more would not fit."""
     model, processor = pair("random-qwen")
     path, family = write_film(tmp_path / "film.mp4", 600), adapter_for(model)
-    monkeypatch.setattr(taking, "RESERVE", 40)
     config = family.text_model(model).config
 
     @functools.cache
@@ -160,19 +161,40 @@ def test_auto_takes_all_that_the_positions_of_qwen_hold(tmp_path: Path, monkeypa
         return int(family.positions(model, inputs).max())
 
     taken = set()
-    for limit in (46, 150, 160, 161, 200, 220, 221, 279, 280, 281):
+    for limit in (6, 125, 137, 138, 182, 205, 206, 273, 274, 275):
         monkeypatch.setattr(config, "max_position_embeddings", limit)
         count, told = max_frames_that_fit(processor, model, path)
-        assert last(count) + 40 < limit and (count == 600 or last(count + 2) + 40 >= limit)
-        assert count == 600 or told.endswith(f"the model has {limit} positions")
+        left = limit - limit // 8
+        assert last(count) < left and (count == 600 or last(count + 2) >= left)
+        assert count == 600 or f"the model has {limit} positions" in told
         taken.add(count)
     if last(600) < last(20):  # transformers before 5.20 rounds a step of 0.8 positions down to none
-        assert taken == {600}
+        assert 600 in taken
     else:
         assert {2, 4, 6, 600} <= taken and len(taken) > 5
-    monkeypatch.setattr(config, "max_position_embeddings", 44)
-    with pytest.raises(VideoError, match=r"no room for 2 frames of .*, for the model has 44 positions"):
+    monkeypatch.setattr(config, "max_position_embeddings", 5)
+    with pytest.raises(VideoError, match=r"no room for 2 frames of .*, for the model has 5 positions"):
         max_frames_that_fit(processor, model, path)
+
+
+@pytest.mark.parametrize("kind", ["internvl", "glm4v", "qwen3_vl"])
+def test_auto_counts_the_prompt_that_the_processor_makes(kind: str, tmp_path: Path, monkeypatch) -> None:
+    """Numbers of frames grow by digits, and a cap of a whole video's pixels makes the frames of a long one smaller."""
+    model, processor = stock_model(kind)[0], stock_processor(kind)
+    family, path = adapter_for(model), plain_film(tmp_path / "film.mp4", 240, 4, 64, 96)
+    if kind != "internvl":
+        processor.stock.video_processor.size["longest_edge"] = 60 * 64 * 96
+    inputs = {n: processor(processor.video_token, videos=path, frames=n) for n in (60, 120, 240)}
+    ends = {n: int(family.positions(model, made).max()) for n, made in inputs.items()}
+    assert abs(ends[240] - 2 * ends[120] + 2) > 10
+    for wanted in (120, 240):
+        monkeypatch.setattr(
+            family.text_model(model).config, "max_position_embeddings", limit := ends[wanted] * 8 // 7 + 2
+        )
+        count, told = max_frames_that_fit(processor, model, path)
+        made = processor(processor.video_token, videos=path, frames=count)
+        assert count >= wanted and f" {made['input_ids'].numel()} tokens: " in told
+        assert int(family.positions(model, made).max()) < limit - limit // 8
 
 
 def test_the_report_says_what_was_taken(tmp_path: Path) -> None:

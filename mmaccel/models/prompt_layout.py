@@ -96,7 +96,7 @@ class VideoBudget:
         whole = min(self.most, frames) // self.multiple * self.multiple
         if self.fps is None or not rate:
             return max(whole, 1)
-        wanted = min(max(frames / rate * self.fps, self.least), whole, frames)
+        wanted = min(max(frames / rate * self.fps, self.least, self.multiple), whole, frames)
         return max(int(wanted // self.multiple * self.multiple), 1)
 
     def frame_size(self, frames: int, height: int, width: int) -> tuple[int, int] | None:

@@ -136,9 +136,11 @@ class HFProcessor(Processor):
         except torch.OutOfMemoryError:  # not the input's fault
             raise
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            step = getattr(getattr(self.stock, "video_processor", None), "temporal_patch_size", None) or 1
+            least = f" (of {step} frames or more)" if step > 1 else ""
             raise ModelError(
-                f"{type(self.stock).__name__} makes no inputs of this ({one_line_error(error)}); give other images, videos "
-                "or texts, and of several videos frames=, so many of each."
+                f"{type(self.stock).__name__} makes no inputs of this ({one_line_error(error)}); give other images, videos"
+                f"{least} or texts, and of several videos frames=, so many of each."
             ) from error
         return {name: value for name, value in made.items() if isinstance(value, Tensor)}
 

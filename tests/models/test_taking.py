@@ -195,6 +195,12 @@ def test_auto_counts_the_prompt_that_the_processor_makes(kind: str, tmp_path: Pa
         made = processor(processor.video_token, videos=path, frames=count)
         assert count >= wanted and f" {made['input_ids'].numel()} tokens: " in told
         assert int(family.positions(model, made).max()) < limit - limit // 8
+    # And of a moment no fewer frames than the processor takes.
+    short = plain_film(tmp_path / "short.mp4", 9, 30, 64, 96)
+    assert processor.chat("what", videos=short)["input_ids"].numel()
+    if kind == "glm4v":
+        with pytest.raises(ModelError, match=r"videos \(of 2 frames or more\)"):
+            processor.chat("what", videos=short, frames=1)
 
 
 def test_the_report_says_what_was_taken(tmp_path: Path) -> None:

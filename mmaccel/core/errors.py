@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import sys
+import textwrap
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -45,6 +46,11 @@ def _listed(values: Collection[Any], most: int) -> str:
         if len(text) > most:
             return text  # the caller cuts it; the values to come are not read
     return text.removesuffix(" " if end == ")" and len(values) == 1 else ", ") + end
+
+
+def one_line_error(error: Exception) -> str:
+    """Return an error's message as one line of at most 200 characters, cut behind a word."""
+    return textwrap.shorten(str(error), 200, placeholder=" ...")
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import ConfigOnlyModel, ModelView
 from mmaccel.core.attach import adapt_recipe_to_model, adapter_for, family_of
-from mmaccel.core.errors import ModelError, UnknownName, quoted
+from mmaccel.core.errors import ModelError, UnknownName, one_line_error, quoted
 from mmaccel.core.files import outside
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.recipe import Recipe
@@ -104,18 +104,18 @@ def load_model(
     for one in device_map.values() if isinstance(device_map, Mapping) else (device_map,):
         if one is not None and one not in MAPS:
             check_device(torch.device("cuda", one) if isinstance(one, int) else one, "device_map")
-    named = isinstance(dtype, str) and dtype != "auto"
-    if named and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype not in ("auto", None) and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise UnknownName("dtype", str(dtype), ("auto", "bfloat16", "float16", "float32"))
     source = resolve_model_name(name)
     folder = Path(source)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(f"model {source!r} has no config.json; give a folder written by save_pretrained.")
     config = read_config(find_or_download_folder(source, revision))
+    own = "auto_map" in config and not trust_remote_code
     try:
-        family_of(str(config.get("model_type")))
+        check_model_type(config)
     except ModelError as error:
-        own = "auto_map" in config and not trust_remote_code
         raise (ModelError(_own_code(source)) if own else error) from None
     if device_map is None and first.type != "cpu" and find_spec("accelerate") is not None:
         device_map = first
@@ -134,6 +134,18 @@ def load_model(
     return model.eval()  # type: ignore[no-any-return]
 
 
+def check_model_type(config: Mapping[str, Any]) -> None:
+    """Raise `ModelError` unless a family serves the model type of a config.json."""
+    try:
+        family_of(kind := str(config.get("model_type")))
+    except ModelError:
+        from transformers import CONFIG_MAPPING as TYPES
+
+        if kind in TYPES and not any(part in str([*config]) for part in ("vision", "visual", "image")):
+            raise ModelError(f"models of type {kind!r} take no images or videos; give another.") from None
+        raise
+
+
 def _read(
     kind: Any, source: str, dtype: torch.dtype | str, *, trust_remote_code: bool = False, **given: Any
 ) -> Any:
@@ -143,11 +155,10 @@ def _read(
     try:
         return kind.from_pretrained(source, dtype=dtype, trust_remote_code=trust_remote_code, **given)
     except (OSError, ValueError, SafetensorError) as error:
-        known = ", ".join(shipped.NAMES)
         raise ModelError(
             _not_found_message(source, error)
             or _remote_code_message(source, error)
-            or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({one_line_error(error)})."
+            or f"model {source!r} cannot be loaded ({one_line_error(error)}); give another folder or hub name."
         ) from error
     except (ImportError, RuntimeError) as error:
         # transformers could not import a torchvision, which is made for one torch alone.
@@ -357,11 +368,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold one JSON object.")
     return content
-
-
-def one_line_error(error: Exception) -> str:
-    """Return an error's message as one line of at most 200 characters."""
-    return " ".join(str(error).split())[:200]
 
 
 def _exception_chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import ModelError, quoted
+from mmaccel.core.errors import ModelError, one_line_error, quoted
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped
 from mmaccel.models.chat import ChatText, as_messages, tokenize
 from mmaccel.models.loading import (
+    check_model_type,
     find_or_download_folder,
-    one_line_error,
     read_config,
     read_json,
     resolve_model_name,
@@ -227,15 +227,21 @@ def load_processor(
 
 
 def _stock(place: Path) -> Any:
-    """What stock `AutoProcessor` reads of a folder; None where it cannot, for ours then says why."""
+    """What stock `AutoProcessor` reads of a folder; None where ours serves its model type instead. Raises `ModelError`."""
     from transformers import AutoProcessor
 
+    config = read_config(place)
+    found, cause, ours = None, None, str(config.get("model_type")) in processor_specs()
     try:
         found = AutoProcessor.from_pretrained(place, trust_remote_code=False)
-    except Exception:  # whatever a broken file or package raises
+    except Exception as error:  # whatever a broken file or package raises
+        cause = error
+    if hasattr(found, "tokenizer") and (hasattr(found, "video_processor") or not ours):
+        return found
+    if ours:  # ours says what is wrong, where it is the folder
         return None
-    whole = (
-        hasattr(found, "video_processor")
-        or str(read_config(place).get("model_type")) not in processor_specs()
-    )
-    return found if hasattr(found, "tokenizer") and whole else None
+    check_model_type(config)
+    why = f"it gives a {type(found).__name__}" if cause is None else one_line_error(cause)
+    raise ModelError(
+        f"{place}: transformers makes no processor of it ({why}); install the package that is named, or mend the folder."
+    ) from cause

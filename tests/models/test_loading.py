@@ -100,6 +100,26 @@ def test_another_type_is_refused_before_weights_are_read(folder: Path, tmp_path:
     told = r"model type 'qwen2_6_vl' is not supported; the nearest that is, is 'qwen2_5_vl'; there are"
     with pytest.raises(ModelError, match=told):
         mmaccel.load_model(tmp_path)
+    for dtype in ("int8", 32):
+        with pytest.raises(UnknownName, match=f"unknown dtype '{dtype}': there are auto"):
+            mmaccel.load_model(folder, dtype=dtype)  # type: ignore[arg-type]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    for load in (mmaccel.load_model, mmaccel.load_processor):
+        with pytest.raises(ModelError, match="models of type 'bert' take no images or videos"):
+            load(tmp_path)
+
+
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="transformers' processors need torchvision")
+def test_a_processor_that_does_not_load_tells_the_cause(tmp_path: Path, monkeypatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ImportError("Package `num2words` is required. " + "word " * 99)
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "smolvlm"}))
+    monkeypatch.setattr(T.AutoProcessor, "from_pretrained", fails)
+    with pytest.raises(
+        ModelError, match=r"\(Package `num2words` is required\. .* word \.\.\.\); install the"
+    ):
+        mmaccel.load_processor(tmp_path)
 
 
 def quantized(folder: Path, how: str) -> Any:

@@ -59,7 +59,8 @@ class DyCoke(TokenPruner):
 
     def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         if self.forget and self.layer >= depth:
-            raise RecipeError(f"dycoke: layer {self.layer} of a model of {depth}; give 1 to {depth - 1}.")
+            give = f"give 1 to {depth - 1}" if depth > 1 else "it needs two layers of attention or more"
+            raise RecipeError(f"dycoke: layer {self.layer} of a model of {depth}; {give}.")
         return (Stage(0, hidden=(0,), share=(1 + 3 * (1 - self.drop)) / 4),)
 
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:

@@ -44,7 +44,8 @@ class FastV(ScorePruner):
 
     def pruning_stages(self, depth: int) -> tuple[Stage, ...]:
         if self.layer >= depth:
-            raise RecipeError(f"fastv: layer {self.layer} of a model of {depth}; give 1 to {depth - 1}.")
+            give = f"give 1 to {depth - 1}" if depth > 1 else "it needs two layers of attention or more"
+            raise RecipeError(f"fastv: layer {self.layer} of a model of {depth}; {give}.")
         return (Stage(self.layer, attention=((self.layer - 1,),), share=self.retention),)
 
     def score_candidates(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:

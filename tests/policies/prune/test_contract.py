@@ -72,6 +72,12 @@ def test_counts_are_exact(name: str, retention: float, count: int) -> None:
     assert len(kept) == count + 3 + 1 + 4
 
 
+@pytest.mark.parametrize("name", ["fastv", "dycoke"])
+def test_one_layer_is_too_few_in_a_sentence(name: str) -> None:
+    with pytest.raises(RecipeError, match="of a model of 1; it needs two layers of attention or more"):
+        build(name).pruning_stages(1)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_it_declares(name: str) -> None:
     pruner = build(name)

@@ -133,7 +133,8 @@ def describe_name(
             default = value["name"] if isinstance(value, dict) else "null" if value is None else value
             defaults.append(f"  {field} = {default}")
         texts.append("\n".join(defaults))
-    texts += [_class(kind, name) for kind in [*kinds, "model"] if name in registry(kind)]
+    texts += [_class(kind, name) for kind in kinds]
+    texts += [_family(one) for one, cls in registry("model").items() if name in (one, *cls.model_types)]
     texts += [_other(kind, name) for kind in ("model", "shape", "backend") if name in found[kind]]
     texts = texts or _words(name)
     if not texts:
@@ -152,6 +153,21 @@ def _class(kind: str, name: str) -> str:
         told = [_field(one, limits.get(one.name), texts.get(one.name, "")) for one in fields]
         lines += ["", "fields (None is null in YAML)", *(told or ["  none"])]
     return "\n".join(lines)
+
+
+def _family(name: str) -> str:
+    cls: Any = registry("model")[name]
+    can = [f"  {what.replace(*STEPS)}: {able}" for what, able in _family_features()[name].items()]
+    lacks = [f"  no {what}: its models {why}" for what, why in cls.unable.items()]
+    return "\n".join(
+        [
+            _class("model", name),
+            "",
+            f"serves {', '.join(cls.model_types).replace('*', 'any other type')}",
+            *can,
+            *lacks,
+        ]
+    )
 
 
 def _field(field: dataclasses.Field[Any], limit: FieldLimit | None, text: str) -> str:

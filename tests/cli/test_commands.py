@@ -40,6 +40,9 @@ def test_describe_shows_fields_and_presets(call: Call) -> None:
     shape = call.text("describe", "a_shape")
     assert "sink: int = 128 (at least 0)\n" in shape and "\n  block: int = 64\n" in shape
     assert "\n      whether the sequences of" in call("describe", "sequential")[1]
+    for name in ("generic", "internvl"):
+        told = call("describe", name)[1]
+        assert "generic (family)" in told and "serves internvl, " in told and "\n  streams: yes" in told
     out = call("describe", "window")[1]
     assert "window (recipe: what `--recipe window` is; there is a kv of this name too, below)" in out
     assert "window (kv)" in out and "(recipe: what `--recipe std` is)" in call("describe", "std")[1]

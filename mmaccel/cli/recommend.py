@@ -45,6 +45,7 @@ def recommend(
     from mmaccel.models.recommend import candidate_recipes, device_rates_of, format_seconds, model_sizes_of
     from mmaccel.models.recommend import recommend as run
     from mmaccel.models.rehearsal import add_measured_overheads
+    from mmaccel.models.shapes import SHAPES
 
     given = re.fullmatch(r"(\d+)x(\d+)", frame_size)
     if not given:
@@ -57,6 +58,11 @@ def recommend(
         )
     dtype = torch.float32 if name == "cpu" else torch.bfloat16
     sizes = model_sizes_of(model, (height, width), dtype)
+    if model not in SHAPES and not as_json:
+        remark(
+            f"counts {sizes.tokens} tokens a step of time, as in a short video; where the folder's processor caps the "
+            "pixels of a whole video, a long one has fewer."
+        )
     other = None if draft is None else model_sizes_of(draft, (height, width), dtype)
     rates = device_rates_of(name, sizes)
     work = costs.Workload(

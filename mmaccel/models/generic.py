@@ -38,10 +38,6 @@ _TOLD_OF = {
 """What else tells of the images and of the videos of a prompt, one by one."""
 
 
-def _no_text(frame: int, time: float) -> tuple[Words, Words]:
-    return (), ()
-
-
 _AROUND_FRAME: dict[str, Callable[[int, float], tuple[Words, Words]]] = {
     "internvl": lambda frame, time: (
         ["\n"] * (frame > 0) + [f"Frame{frame % 10**WIDE + 1:0{WIDE}d}: <img>"],
@@ -152,7 +148,7 @@ class GenericFamily(Family):
         return [token] * (4 * units), {name: pixels[None]}
 
     def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
-        return _AROUND_FRAME.get(config.model_type, _no_text)(frame, seconds[0])
+        return _AROUND_FRAME.get(config.model_type, lambda *_: ((), ()))(frame, seconds[0])
 
     def encode_frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
         multimodal: Any = self.multimodal(model)
@@ -322,6 +318,9 @@ class UnlistedFamily(GenericFamily):
             return f"it has layers of the kind {min(kinds)!r}"
         if getattr(config, "cross_attention_layers", None):
             return "it has layers of cross-attention"
+        own_masks = hasattr(model, "create_masks_for_generate")
+        if own_masks or getattr(config, "use_bidirectional_attention", None):
+            return "it makes masks in which tokens attend to later ones"
         if getattr(config, "num_key_value_heads", None) is None or getattr(config, "kv_lora_rank", None):
             return "its keys and values are not those of grouped heads"
         if isinstance(model, ConfigOnlyModel):
@@ -340,9 +339,8 @@ _TOLD: set[str] = set()
 
 def _token(config: Any, kind: str) -> int | None:
     """The placeholder of images or of videos."""
-    names = (f"{kind}_token_id", f"{kind}_token_index")
-    found = next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
-    return None if found is None else int(found)
+    found = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
+    return next((int(one) for one in found if one is not None), None)
 
 
 def _shown(inputs: Inputs) -> tuple[str, Tensor]:

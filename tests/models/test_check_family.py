@@ -211,7 +211,7 @@ def like_smolvlm(config: Any) -> Any:
     return SimpleNamespace(model_type="smolvlm", image_token_id=config.image_token_id)
 
 
-@pytest.mark.parametrize("kind", ["gemma3n", "mllama"])
+@pytest.mark.parametrize("kind", ["gemma3n", "mllama", "paligemma"])
 def test_a_model_of_other_layers_is_refused(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind]()
     with pytest.raises(ModelError, match=f"model type '{kind}' is not supported: "):

@@ -66,6 +66,16 @@ class HFProcessor(Processor):
             setattr(self, f"{kind}_token", token)
             setattr(self, f"{kind}_token_id", number if known else TEXT)
 
+    @property
+    def video_processor(self) -> Any:
+        """The stock video processor; raises `ModelError` where the stock processor takes images alone."""
+        found = getattr(self.stock, "video_processor", None)
+        if found is None:
+            raise ModelError(
+                f"models of type {self.model_type!r} take no videos; give the frames of the video as images."
+            )
+        return found
+
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
         if self.video_token_id != TEXT:
             return super().template_ids(content)
@@ -83,7 +93,7 @@ class HFProcessor(Processor):
         self, frames: Tensor, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
         given = {"videos": [frames], "video_metadata": [_metadata(frames, None)], "do_sample_frames": False}
-        made = self._run(self.stock.video_processor, return_tensors="pt", **given, **_on(device))
+        made = self._run(self.video_processor, return_tensors="pt", **given, **_on(device))
         return {name: _as(value, dtype, device) for name, value in made.items()}
 
     def _inputs(

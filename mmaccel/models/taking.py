@@ -33,7 +33,7 @@ STATES = 12
 def processor_frame_budget(processor: Any) -> VideoBudget:
     """Return the family's default `VideoBudget`, updated by the video settings in the model's own folder."""
     known = VideoBudget() if processor.style is None else processor.style.budget
-    settings = processor.stock.video_processor if processor.video is None else processor.video
+    settings = processor.video_processor if processor.video is None else processor.video
     fps, number, least, most = (
         getattr(settings, name, None) for name in ("fps", "num_frames", "min_frames", "max_frames")
     )

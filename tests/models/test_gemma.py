@@ -262,6 +262,9 @@ def test_what_the_stock_processors_make(kind: str, random_folder: Callable[[str]
     if kind == "gemma3":
         images = transformers.Gemma3ImageProcessor(size={"height": 28, "width": 28})
         processor = transformers.Gemma3Processor(images, words, image_seq_length=4)
+        for video in (pixels, "film.mp4"):
+            with pytest.raises(ModelError, match="models of type 'gemma3' take no videos"):
+                mmaccel.load_processor(processor)("see", videos=video)
         text, given = " ".join(["at 1 : <boi>"] * 8), {"images": [list(pixels)]}
         config.image_token_index, tokens = words.image_token_id, 4
     else:

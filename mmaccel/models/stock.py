@@ -36,7 +36,10 @@ class HFProcessor(Processor):
     """A transformers processor (`stock`) with the methods of `Processor`, also for families without a `ProcessorSpec`.
 
     `image`, `video` and `extra` (settings) are None for a family without a `ProcessorSpec`.
+    `guessed`: whether the model type is inferred from the class of `stock`, which several types may share.
     """
+
+    guessed = False
 
     def __init__(self, stock: Any, model_type: str, *, special_tokens: bool = True) -> None:
         self.stock, self.model_type, self.tokenizer = stock, model_type, stock.tokenizer
@@ -197,6 +200,8 @@ def wrap_processor(
 ) -> Processor:
     """Return `processor` as a `Processor`: one of ours unchanged, one of transformers as a `HFProcessor` of the model
     type `model_type` (None: inferred from its class). Raises `ModelError` for anything else."""
+    if isinstance(processor, HFProcessor) and processor.guessed and model_type is not None:
+        special_tokens, processor = special_tokens and processor.special_tokens, processor.stock
     if isinstance(processor, Processor):
         if special_tokens or not processor.special_tokens:
             return processor
@@ -210,11 +215,14 @@ def wrap_processor(
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     name = type(processor).__name__
+    guessed = model_type is None
     if model_type is None or PROCESSOR_MAPPING_NAMES.get(model_type) != name:
         served = {one for family in registry("model").values() for one in getattr(family, "model_types", ())}
         mine = [one for one, kind in PROCESSOR_MAPPING_NAMES.items() if kind == name]
         model_type = next((one for one in mine if one in served), mine[0] if mine else name)
-    return HFProcessor(processor, model_type, special_tokens=special_tokens)
+    made = HFProcessor(processor, model_type, special_tokens=special_tokens)
+    made.guessed = guessed
+    return made
 
 
 def load_processor(

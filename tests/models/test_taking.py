@@ -316,6 +316,13 @@ def test_a_session_and_the_helpers_take_stock_itself(shipped: Any, name: str) ->
     assert type(pickle.loads(pickle.dumps(mmaccel.load_processor(theirs)))) is stock.HFProcessor
 
 
+def test_a_session_takes_a_processor_whose_class_several_types_share(shipped: Any) -> None:
+    folder = stock.resolve_model_name(shipped("tiny-hybrid"))
+    processor = mmaccel.load_processor(T.AutoProcessor.from_pretrained(folder))
+    session: Any = mmaccel.VideoSession(mmaccel.load_model(folder), processor, "rekv")
+    assert (processor.model_type, session._stream_adapter.processor.model_type) == ("qwen3_vl", "qwen3_5")
+
+
 def test_a_session_refuses_another_models_processor_and_what_is_none(shipped: Any) -> None:
     model, _ = pair("random-ov")
     with pytest.raises(

@@ -368,10 +368,10 @@ def adapt_recipe_to_model(recipe: Recipe, view: ModelView) -> Recipe:
 
 def _bound(recipe: Recipe, view: ModelView) -> Recipe:
     """A recipe whose parts serve a model; raises `RecipeError` for one that cannot, or for layers it lacks."""
+    view.adapter.check_recipe(view.model, recipe)
     bound, depth = recipe.sparse.for_model(view), view.geometry.layers
     for pruner in filter(None, (recipe.prune, recipe.draft.pruner)):
         check_pruning_stages(pruner, depth)
-    view.adapter.check_recipe(view.model, recipe)
     if wrong := [n for n in recipe.dense_layers if n >= depth]:
         raise RecipeError(
             f"dense_layers: there is no layer {wrong[0]}; the model has layers 0 to {depth - 1}."

@@ -325,9 +325,11 @@ class UnlistedFamily(GenericFamily):
             return "its keys and values are not those of grouped heads"
         if isinstance(model, ConfigOnlyModel):
             return None
-        layers, attentions = self.layers(model), self.attentions(model)
-        known = all(hasattr(one, name) for one in attentions for name in ("q_proj", "k_proj", "layer_idx"))
-        if len(layers) != len(attentions) or not known:
+        attentions = [
+            getattr(one, "self_attn", None) for one in getattr(self.text_model(model), "layers", ())
+        ]
+        names = ("q_proj", "k_proj", "layer_idx")
+        if not attentions or not all(hasattr(one, name) for one in attentions for name in names):
             return "not all of its layers are self-attention with projections of queries and keys"
         windows = any(getattr(one, "sliding_window", None) for one in attentions)
         return "some of its layers see a window alone" if windows else None

@@ -12,8 +12,8 @@ from packaging.version import Version
 
 import mmaccel
 from mmaccel.contract import family
-from mmaccel.core.adapter import ConfigOnlyModel
-from mmaccel.core.attach import family_of
+from mmaccel.core.adapter import ConfigOnlyModel, ModelView
+from mmaccel.core.attach import adapt_recipe_to_model, adapter_for, family_of
 from mmaccel.core.errors import ModelError
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.prefill.masked import BidirectionalImages
@@ -211,11 +211,11 @@ def like_smolvlm(config: Any) -> Any:
     return SimpleNamespace(model_type="smolvlm", image_token_id=config.image_token_id)
 
 
-@pytest.mark.parametrize("kind", ["gemma3n", "mllama", "paligemma"])
+@pytest.mark.parametrize("kind", ["gemma3n", "mllama", "paligemma", "git", "kosmos-2", "blip-2"])
 def test_a_model_of_other_layers_is_refused(kind: str) -> None:
     config = transformers.CONFIG_MAPPING[kind]()
     with pytest.raises(ModelError, match=f"model type '{kind}' is not supported: "):
-        family_of(kind).check_recipe(ConfigOnlyModel(config), Recipe())
+        adapt_recipe_to_model(Recipe(), ModelView(ConfigOnlyModel(config), family_of(kind), adapter_for))
 
 
 def test_a_time_has_five_characters() -> None:

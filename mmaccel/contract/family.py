@@ -62,20 +62,31 @@ Row = tuple[str, str, bool]
 
 
 def check_family(model_or_class: Any, *, quiet: bool = False, device: str = "cpu") -> list[Row]:
-    """Test a model family on a tiny model of the same class as `model_or_class`, with random weights in float32 on `device`.
+    """Test a model family on a tiny model of the same class as `model_or_class` (a model, its class or its model type), with
+    random weights in float32 on `device`.
 
     Compared with the plain model: the dense recipe, whole and in chunks; patterns that list everything, and patterns at less
     than half of the pairs against eager attention under their masks; a padded batch; drafts, token by token; a pruner that
     keeps everything; a memory of streams; the model after detaching, bit for bit. The columns of each frame must be those
-    that its pixels change. What the family declares unsupported must be refused.
+    that its pixels change. What the family declares unsupported must be refused. A check that raises has failed.
 
     Prints a table, and returns its rows; raises `ModelError` that names the checks that failed.
     """
     form: Any = type(unwrap(model_or_class)) if isinstance(model_or_class, nn.Module) else model_or_class
-    kind = form.config_class.model_type
-    family = family_of(kind)
-    tried = _Tried(family, family.tiny_model_factory(form), device)
-    rows = [row for check in CHECKS for row in check(tried)]
+    kind = form if isinstance(form, str) else getattr(getattr(form, "config_class", None), "model_type", None)
+    if not isinstance(kind, str):
+        raise ModelError("model_or_class: give a model of transformers, its class or a model type.")
+    family: Any = family_of(kind)
+    try:
+        tried = _Tried(family, family.tiny_model_factory(form), device)
+    except Exception as error:
+        if isinstance(error, MmaccelError):
+            raise
+        raise ModelError(
+            f"family {family.name!r}: its tiny {kind!r} does not run ({type(error).__name__}: {error}); `tiny` and "
+            "`tiny_visual_input` make the model and the pixels of a prompt, and must fit each other."
+        ) from error
+    rows = [row for check in CHECKS for row in _checked(check, tried)]
     if not quiet:
         wide = max(len(name) for name, _, _ in rows)
         print(f"{kind} ({family.name})")
@@ -87,6 +98,13 @@ def check_family(model_or_class: Any, *, quiet: bool = False, device: str = "cpu
     if wrong := [f"{name}: {found}" for name, found, kept in rows if not kept]:
         raise ModelError(f"family {family.name!r} breaks a promise on {kind!r}: {'; '.join(wrong)}.")
     return rows
+
+
+def _checked(check: Callable[[Any], Iterator[Row]], tried: Any) -> Iterator[Row]:
+    try:
+        yield from check(tried)
+    except Exception as error:  # whatever a family's own methods raise
+        yield check.__name__.strip("_"), f"{type(error).__name__}: {error}", False
 
 
 class _Tried:

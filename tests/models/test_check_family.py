@@ -116,6 +116,7 @@ FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
     "features that chunks lose": (deepstack, "slice_features", _lost, "_dense", "dense in chunks"),
     "frames that follow each other": (Qwen3VL, "token_grids", _together, "_dense", "placeholders"),
     "frames from the last to the first": (Qwen3VL, "layout", _backwards, "_layout", "columns of frames"),
+    "a method that raises": (Qwen3VL, "token_grids", None, "_dense", "on 'qwen3_vl': dense: TypeError"),
     "a_shape in one layer alone": (
         *(ForwardPass, "_plan", lambda self, layer, *given: None if layer else PLAN(self, layer, *given)),
         *("_patterns", "a_shape: it does not act in layers"),
@@ -148,8 +149,15 @@ def test_a_fault_is_found(fault: str, kind: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_family_without_a_tiny_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Qwen3VL, "tiny", {})
-    with pytest.raises(ModelError, match="does not say how a tiny 'qwen3_vl' is made"):
-        mmaccel.check_family(sampler("qwen3_vl").kind)
+    with pytest.raises(
+        ModelError, match="a tiny 'qwen3_vl' is made, so it cannot be checked; register a family"
+    ):
+        mmaccel.check_family("qwen3_vl")
+    with pytest.raises(ModelError, match="give a model of transformers, its class or a model type"):
+        mmaccel.check_family(7)
+    monkeypatch.setattr(GenericFamily, "tiny_visual_input", None)
+    with pytest.raises(ModelError, match=r"'generic': its tiny 'internvl' does not run .*`tiny`"):
+        mmaccel.check_family("internvl")
 
 
 def test_any_other_model_is_served_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

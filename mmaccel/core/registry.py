@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from mmaccel.core.errors import RecipeError, UnknownName, quoted
+from mmaccel.core.model_types import check_family_class
 
 C = TypeVar("C", bound=type)
-
 
 _FORMER = """
     placed:with_base_dir asks:query_time_fields lookback:max_rollback reach:rollback_limit admits_sparse:allows_sparse
@@ -266,20 +266,17 @@ class Registry(Mapping[str, type[Any]]):
         return name in self._classes
 
     def explain_foreign_name(self, name: str) -> str | None:
-        """Return what `name` means elsewhere and what to use instead, if a class of this kind declares it (`Policy.words`);
-        else None."""
+        """Return what `name` means elsewhere and what to use instead, if a class declares it (`Policy.words`); else None."""
         meanings = (getattr(cls, "words", {}).get(name) for cls in self._classes.values())
         return next((meaning for meaning in meanings if meaning is not None), None)
 
     def matching_names_text(self, fits: Callable[[Any], bool]) -> str:
-        """Return the names of this kind's classes for which `fits` is true, as words for an error's sentence: "'one' or
-        'two'"."""
+        """Return the names of the classes for which `fits` is true, as words of a sentence: "'one' or 'two'"."""
         return " or ".join(repr(name) for name, cls in self.items() if fits(cls))
 
     def reject_unused_part(self, name: str, field: str, part: Any) -> None:
         """Raise `RecipeError` if policy `name`, which has no such `field`, was given `part` for it (an index, a store), and
         other policies of this kind have the field."""
-
         if having := self.matching_names_text(
             lambda cls: field in {one.name for one in dataclasses.fields(cls)}
         ):
@@ -374,7 +371,8 @@ def register(kind: str, name: str, *, compile: bool | None = None) -> Callable[[
     compile  of a sparse pattern: whether inductor may compile its `plan`, as one graph, where that pays (on CUDA; see
              `core.decoding.replay.LazilyCompiled`); None keeps the class attribute `compiles`, by default True
 
-    Raises `RecipeError` for a class that is no frozen dataclass derived from its kind's base, or `compile` of another kind.
+    Raises `RecipeError` for a class that is no frozen dataclass derived from its kind's base, or no family with model types
+    of its own, or `compile` of another kind.
     """
 
     def put(cls: C) -> C:
@@ -392,6 +390,8 @@ def register(kind: str, name: str, *, compile: bool | None = None) -> Callable[[
             raise RecipeError(
                 f"{kind} {name!r}: compile is of sparse patterns, whose plans are compiled; leave it out."
             )
+        if kind == "model":
+            check_family_class(name, cls, registry(kind))
         registry(kind).add(name, cls)
         if compile is not None:
             setattr(cls, "compiles", compile)  # noqa: B010 - as below

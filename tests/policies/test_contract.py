@@ -12,6 +12,7 @@ import torch
 import mmaccel
 from mmaccel import check_policy
 from mmaccel.contract.memory import append_to_layers, encode_kv
+from mmaccel.core.adapter import ModelAdapter
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.memory.kv import KVPolicy
 from mmaccel.core.prefill.sparse import SparsePattern
@@ -191,6 +192,24 @@ def test_a_class_that_cannot_be_registered(made: Any, words: str) -> None:
     with sentence(RecipeError, words):
         mmaccel.register("sparse", "no_such_pattern")(made())
     assert "no_such_pattern" not in mmaccel.list_policies("sparse")["sparse"]
+
+
+@pytest.mark.parametrize(
+    ("base", "members", "words"),
+    [
+        (object, {"model_types": ("none",)}, "Mine is not a Family; derive it from that."),
+        (ModelAdapter, {}, "Mine has no model_types"),
+        (
+            ModelAdapter,
+            {"model_types": ("qwen3_vl",)},
+            "family 'qwen3_vl' serves model type 'qwen3_vl' already",
+        ),
+    ],
+)
+def test_a_family_that_cannot_be_registered(base: type, members: dict[str, Any], words: str) -> None:
+    with sentence(RecipeError, words):
+        mmaccel.register("model", "no_such_family")(type("Mine", (base,), members))
+    assert "no_such_family" not in registry("model")
 
 
 def test_a_dataclass_that_is_not_frozen_says_so() -> None:

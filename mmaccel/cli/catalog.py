@@ -110,10 +110,7 @@ def _family_features() -> dict[str, dict[str, str]]:
 
 def describe_name(
     name: Annotated[
-        str,
-        Argument(
-            help="A policy, a recipe, a model, a shape, a backend, a word of a policy, or recipe: what one holds."
-        ),
+        str, Argument(help="A name of the list, a model type, a word of a policy, or recipe: what one holds.")
     ],
 ) -> None:
     """Describe a name: its text, its fields with types and defaults, or its YAML."""
@@ -125,16 +122,16 @@ def describe_name(
         both = f"; there is a {' and a '.join(kinds)} of this name too, below" if kinds else ""
         texts.append(f"{name} (recipe: what `--recipe {name}` is{both})\n\n{text.rstrip()}")
     if name == RECIPE:
-        # The fields of a recipe, from its class.
-        defaults = [
+        texts.append(
             f"{RECIPE} (what a YAML file or `accelerate` sets)\n\n{inspect.getdoc(Recipe)}\n\ndefaults"
-        ]
+        )
         for field, value in Recipe().to_dict().items():
             default = value["name"] if isinstance(value, dict) else "null" if value is None else value
-            defaults.append(f"  {field} = {default}")
-        texts.append("\n".join(defaults))
+            texts[-1] += f"\n  {field} = {default}"
     texts += [_class(kind, name) for kind in kinds]
-    texts += [_family(one) for one, cls in registry("model").items() if name in (one, *cls.model_types)]
+    texts += [
+        _class("model", one) for one, cls in registry("model").items() if name in (one, *cls.model_types)
+    ]
     texts += [_other(kind, name) for kind in ("model", "shape", "backend") if name in found[kind]]
     texts = texts or _words(name)
     if not texts:
@@ -146,28 +143,18 @@ def describe_name(
 def _class(kind: str, name: str) -> str:
     cls = registry(kind)[name]
     lines = [f"{name} ({'family' if kind == 'model' else kind})", "", inspect.getdoc(cls) or ""]
-    if dataclasses.is_dataclass(cls):
-        limits = {} if kind == "model" else field_limits(cls)
+    if kind == "model":
+        family: Any = cls
+        lines += ["", f"serves {', '.join(family.model_types).replace('*', 'any other type')}"]
+        lines += [f"  {what.replace(*STEPS)}: {able}" for what, able in _family_features()[name].items()]
+        lines += [f"  no {what}: its models {why}" for what, why in family.unable.items()]
+    elif dataclasses.is_dataclass(cls):
+        limits = field_limits(cls)
         texts = {**every_field_text(cls), **dict.fromkeys(field_texts(cls), "")}  # its own stand above
         fields = [one for one in dataclasses.fields(cls) if one.init]
         told = [_field(one, limits.get(one.name), texts.get(one.name, "")) for one in fields]
         lines += ["", "fields (None is null in YAML)", *(told or ["  none"])]
     return "\n".join(lines)
-
-
-def _family(name: str) -> str:
-    cls: Any = registry("model")[name]
-    can = [f"  {what.replace(*STEPS)}: {able}" for what, able in _family_features()[name].items()]
-    lacks = [f"  no {what}: its models {why}" for what, why in cls.unable.items()]
-    return "\n".join(
-        [
-            _class("model", name),
-            "",
-            f"serves {', '.join(cls.model_types).replace('*', 'any other type')}",
-            *can,
-            *lacks,
-        ]
-    )
 
 
 def _field(field: dataclasses.Field[Any], limit: FieldLimit | None, text: str) -> str:

@@ -55,7 +55,7 @@ def test_describe_shows_fields_and_presets(call: Call) -> None:
     assert "the folder beside the target's with its name and ``-draft``" in out
     status, out, _ = call("describe", "averaging")
     assert status == 0 and "averaging (of prune fastv)" in out
-    assert "FastV.averaging(share: float, depth: int, layer: int = 2)" in out and "on average over" in out
+    assert "FastV.averaging(share: float, depth: int, layer: int = 2)" in out and "averaged over" in out
     for unknown in ("besides", "stages", "_own"):
         assert f"unknown name {unknown!r}" in call.error("describe", unknown)
 

@@ -243,3 +243,18 @@ def warn(message: str | MmaccelWarning, category: type[MmaccelWarning] = Mmaccel
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def check_family_class(name: str, cls: Any, base: type, known: Mapping[str, Any]) -> None:
+    """Raise `RecipeError` if `cls` is not derived from `base`, or serves no model type, or one of a family of `known`."""
+    if not issubclass(cls, base):
+        raise RecipeError(f"model {name!r}: {cls.__name__} is not a Family; derive it from that.")
+    if "model_types" not in dir(cls):
+        raise RecipeError(
+            f"model {name!r}: {cls.__name__} has no model_types; set it to a tuple of model types."
+        )
+    for other, family in known.items():
+        if other != name and (taken := {*cls.model_types} & {*family.model_types}):
+            raise RecipeError(
+                f"model {name!r}: family {other!r} serves model type {min(taken)!r} already; set model_types to others."
+            )

@@ -36,6 +36,7 @@ from mmaccel.models.install import Hooks, model_lock
 from mmaccel.models.loading import skip_unused_norm_rows
 from mmaccel.models.modules import batched_tower, pointwise_modules, process_in_token_chunks, rebind_function
 from mmaccel.models.packed import BatchedStreamPass
+from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import derive_stream_positions, token_ids
 from mmaccel.models.pruning import kept_tokens_per_frame, prune_frames
 from mmaccel.models.running_states import StreamRecurrentStates
@@ -263,7 +264,8 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
     def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
         if why := family.unable.get("streams"):
             raise ModelError(f"models of the family {family.name!r} {why}; ask by generate.")
-        processor = wrap_processor(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
+        if not isinstance(processor, Processor) or getattr(processor, "guessed", False):
+            processor = wrap_processor(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
         if processor.model_type not in family.model_types:
             raise ModelError(
                 f"processor: it is one of {processor.model_type!r} and the model is not; load the model's own."

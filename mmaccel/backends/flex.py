@@ -81,7 +81,8 @@ def _compiled() -> Any:
 
 
 def gather_head_rows(x: Tensor, row: Tensor, heads: int = 0) -> Tensor:
-    """Gather rows `row` [B, h, n] of x [B, X, S, D]: [B, X, n, D], or [B, heads, n, D] if each head has rows of its own."""
+    """Gather the rows `row` [B, h, n] of x [B, X, S, D]. If all heads share their rows (h = 1), return [B, X, n, D]; if each
+    head has its own (h = heads), return [B, heads, n, D]."""
     B, X, S, D = x.shape
     count = heads if heads and row.shape[1] > 1 else X
     source = torch.arange(count, device=x.device) // (count // X)

@@ -188,7 +188,7 @@ class DeviceRates:
         return self.name != "cpu"
 
     def matmul_flops_per_s(self, width: int) -> float:
-        """Return FLOP/s of a product of `width`, interpolated between measured ones; it falls with a narrower width."""
+        """Return the FLOP/s of the matrix products of layers of hidden size `width`, interpolated between measured sizes."""
         (low, slow), (high, fast) = sorted(self.products.items())
         share = (math.log(width) - math.log(low)) / (math.log(high) - math.log(low))
         return float(slow * (fast / slow) ** min(share, 1.0)) if share > 0 else slow * min(1.0, width / low)

@@ -36,8 +36,8 @@ class Report(HtmlReport):
     """Figures of the last generation or forward pass of an accelerated model, or of the last answer on a stream.
 
     kept            query-key pairs in the listed blocks over causal pairs in prefill, among the tokens that a layer has
-                    (after a pruner, those left). Mean over all layers and heads, dense ones (1) and rows too. Blocks count
-                    whole, past the diagonal too: above 1, usual where a prompt has few blocks, a pattern saves no pairs
+                    (after a pruner, those left). Mean over layers, heads and rows; dense heads and rows count as 1. A listed
+                    block counts whole, also past the diagonal. So a short prompt may have more than 1: nothing is saved
     kept_by_head    the same for each layer and head
     patterns        for each layer, the name of the pattern each head ran ("boundary_2d(grid)" when it ran within a boundary,
                     "dense" when it did not run sparse; "grid+dense" when pieces of a prompt ran differently)
@@ -47,9 +47,9 @@ class Report(HtmlReport):
     new_tokens      of a batch, those of its longest answer
     draft           rounds, target_steps, proposed, accepted, lengths (accepted in each round), windows (proposed in each),
                     failed (a reason or None), wait_s (seconds of decoding in which it read its prompt), counters (the
-                    strategy's own), notes (its own sentences, `DraftState.report_notes`), of all sequences of a batch
-                    together, counters and notes only of one alone; sequences: the same of each, with new_tokens and its
-                    memory's counters (kv), where a draft was at work
+                    strategy's own), notes (its own sentences, `DraftState.report_notes`). In a batch they are summed, and
+                    counters and notes are left out; sequences: if a draft was at work, the same for each sequence,
+                    with its new_tokens and its memory's counters (kv)
     kv              counters of the KV memory; in a batch with drafts, of its last sequence's memory. If a call continues the
                     `past_key_values` of an earlier one, counters of events, such as "recalled", count this call alone
     backend_why     why it is this backend, with the measured rates where "auto" measured

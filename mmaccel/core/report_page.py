@@ -323,7 +323,7 @@ def format_attention_share(kept: float | None) -> str:
 
 
 def describe_decoding(tokens: int | None, rate: float | None) -> str:
-    """Format the number of tokens of an answer, with their `rate` per second if there are at least `FEWEST`; "" for None."""
+    """Format an answer's number of tokens ("" for None), with their `rate` per second if there are at least `FEWEST`."""
     told = "" if tokens is None else plural(tokens, "token")
     return f"{told}, {rate:.1f} tokens/s" if rate and (tokens or 0) >= FEWEST else told
 

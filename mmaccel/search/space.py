@@ -320,7 +320,7 @@ class PatternCostTable:
         return ratio
 
     def kept_share(self, pattern: Mapping[str, Any]) -> float:
-        """Return the share of causal query-key pairs that a measured pattern lists."""
+        """Return the share of causal query-key pairs that the measured `pattern` (its name and fields) lists."""
         share: float = self.rows[pattern_json_key(pattern)]["share"]
         return share
 

@@ -142,9 +142,10 @@ def select_entries(
     """Select the entries that the first of R = 1 or 2 layers retrieves; and `ahead` entries to prefetch for the second, or
     None.
 
-    Retrieves `budget` entries: whole clusters, best first, then the best entries (by `own`) of the one that does not fit;
-    returned ascending, followed by the entries of `late`. The entries to prefetch are in cluster order, padded with -1.
-    before [R, C]: how many entries better clusters hold, from `mask_and_count_better`.
+    It retrieves `budget` entries (units in the clusters that `lists` gives): whole clusters, best first, then of the cluster
+    that no longer fits those whose keys score best (`own`). They are returned ascending, followed by the newest entries
+    (`late`), which are always retrieved. Row 0 of R is this layer, row 1 the next one, whose entries to prefetch are in
+    cluster order, padded with -1. before [R, C]: for each of C clusters, how many entries higher scored ones hold.
     """
     width = budget + lists.largest - 1
     found = _entries_in_order(before, lists, max(width, ahead))

@@ -148,7 +148,7 @@ Drafting = Generator[DraftStep, Tensor, Any]
 
 
 class DraftState(ABC):
-    """Drafts one sequence's tokens in one turn. `chooses`: `draft_steps` obeys `most`; `unread`: its prefill is to come."""
+    """Drafts one sequence's tokens in one turn. `chooses`: it drafts as many as told; `unread`: it has yet to prefill."""
 
     chooses, unread = False, False
 

@@ -57,8 +57,7 @@ class CudaGraphCache:
     A capture stays valid while `mark` (see `drop_if_moved`) does not change. `mark` must cover each address that the work
     reads, except those that `at` names: for each name the captures of the last `KEPT` values of `at` are kept, so that
     sessions that share a model each find theirs, and about `MOST` captures in all. Data at `at` may be freed, and other data
-    of the same shape allocated there: a replay then reads that. Nothing else that a capture reads can be freed: it owns its
-    buffers and results.
+    of the same shape allocated there: a replay then reads that. Buffers and results belong to this cache, which keeps them.
     """
 
     def __init__(self, device: torch.device) -> None:

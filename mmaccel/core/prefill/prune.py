@@ -48,8 +48,8 @@ NO_COLUMNS = TokenLayout.text(1, 0)
 class PrefillPass:
     """What a `ForwardProbe` may read of a forward pass over new columns ``start .. start + n`` of a batch.
 
-    layout  every column up to the last new one; empty for a stream
-    state   the KV memory; None: the caller passes all keys
+    layout  every column up to the last new one; empty for a stream, whose memory numbers its columns itself
+    state   the KV memory that holds the keys; None without one: the probe is then given all keys
     """
 
     layout: TokenLayout = NO_COLUMNS

@@ -356,7 +356,7 @@ class StreamRunner:
         return self.info.times[self.info.spans[unit][0]]
 
     def is_pinned(self, unit: int) -> bool:
-        """Return whether the user pinned the time at which a unit (frame) was shown."""
+        """Return whether a unit (frame) was shown at a time that the user pinned: the memory then never forgets it."""
         return any(begin <= self.unit_time(unit) <= end for begin, end in self.info.pins)
 
     # Going back.

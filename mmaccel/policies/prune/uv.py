@@ -1,4 +1,4 @@
-"""The `uv` pruner (ParallelVLM): the draft keeps visual tokens that become most similar to the question in the target."""
+"""The `uv` pruner (ParallelVLM): the draft keeps visual tokens whose similarity to the question grows most in the target."""
 
 from __future__ import annotations
 

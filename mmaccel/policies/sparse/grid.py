@@ -276,8 +276,8 @@ class Grid(IntraPattern):
 
 @dataclass(frozen=True, eq=False)
 class TokensByStrideClass:
-    """Queries and keys sorted by (residue class, rank among the keys), for a grid whose heads share their classes. Made from
-    token layouts, not tensors.
+    """Queries and keys sorted by (residue class: rank modulo the stride, rank among the keys), for a grid whose heads share
+    their classes. It depends on the token layouts alone, not on queries and keys.
 
     queries [3, B, P] int32: row, rank of the last key that it may see, and class; keys [3, B, N] int32: row, rank and class;
     q_begin, k_begin [B, C + 1] int32: where each class begins. k_row, k_pos [B, 1, N]: rows and positions of the keys for

@@ -85,11 +85,13 @@ def estimate_stride_classes(
     by_columns: bool,
     by_diagonals: bool,
 ) -> StrideResidueClasses:
-    """Find the best stride of each head, class keys by rank modulo it, and find the phases of the strongest lines.
+    """Return for each head its best stride, the residue class of each key (its rank modulo the stride), and the residues of
+    the columns and diagonals that get most attention from the last queries (`sample`).
 
-    The best stride is the smallest whose score is within the slack of the best. The score of a stride is the sum of those of
-    its best class of columns and its best class of diagonals, -inf if three strides do not fit in the sequence. With fewer
-    than 3 * low keys the stride is 1: one class, attended densely.
+    A class of columns or diagonals is scored by its attention. A stride's score is that of its best class of columns plus
+    that of its best class of diagonals, -inf if three strides do not fit in the sequence. The best stride is the smallest
+    whose score is at most `search.slack` below the highest. With fewer than 3 * `search.low` keys (`low`: smallest stride
+    tried) the stride is 1: one class, attended densely.
     """
     layout, n, at = sample.sample, sample.key_count, sample.query_ranks[:, -1]
     # There is a diagonal of each distance at which the last query sees a column.

@@ -299,8 +299,8 @@ def gapped_block_list_kernel(
 
 
 def split_columns(row, columns, diagonals, width, block):
-    """Launch `ops.lines.split_columns`: split keys into chosen columns and the rest; one kernel marks columns, one removes
-    them."""
+    """Launch `ops.lines.split_columns`: separate the keys of chosen columns from the others. One kernel marks the columns'
+    keys, a second one writes the list of the other keys."""
     (B, H, K), S, N = columns.shape, diagonals.shape[2], row.shape[1]
     P = max(K + -K % block, block)
     columns, diagonals = (t if t.stride(2) == 1 else t.contiguous() for t in (columns, diagonals))

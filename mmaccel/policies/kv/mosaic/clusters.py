@@ -286,8 +286,9 @@ class ClusterTable:
         return found
 
     def load(self, tensors: dict[str, Tensor], above: Tensor | None) -> bool:
-        """Replace the table by saved `tensors`; `above` [1, V]: sizes of the level above, if any. Return whether they agree:
-        lengths, indices, a parent for each cluster, and as many members as its size."""
+        """Replace this level's table by saved `tensors`; return whether they are consistent: lengths, indices, a parent for
+        each cluster, and as many members as its size says. If False, do not use the table. `above` [1, parents]: how many
+        members each cluster of the level above has; None for the top level."""
         for name, value in tensors.items():
             setattr(self, name, value)
         members, (count, self._units) = self.members, (self.size.shape[1], self.owner.shape[1])

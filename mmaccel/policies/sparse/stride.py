@@ -90,7 +90,7 @@ def estimate_stride_classes(
 
     A class of columns or diagonals is scored by its attention. A stride's score is that of its best class of columns plus
     that of its best class of diagonals, -inf if three strides do not fit in the sequence. The best stride is the smallest
-    whose score is at most `search.slack` below the highest. With fewer than 3 * `search.low` keys (`low`: smallest stride
+    whose score is at least 1 - `search.slack` of the highest. With fewer than 3 * `search.low` keys (`low`: smallest stride
     tried) the stride is 1: one class, attended densely.
     """
     layout, n, at = sample.sample, sample.key_count, sample.query_ranks[:, -1]

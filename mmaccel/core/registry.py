@@ -238,8 +238,9 @@ class Registry(Mapping[str, type[Any]]):
         self._classes: dict[str, type[Any]] = {}
 
     def add(self, name: str, cls: type) -> None:
-        """Register `cls` as `name`; raises `RecipeError` if another class has that name."""
-        if name in self._classes and self._classes[name] is not cls:
+        """Register `cls` as `name`, or anew when its code runs again; raises `RecipeError` if another class has the name."""
+        held = self._classes.get(name, cls)
+        if (held.__module__, held.__qualname__) != (cls.__module__, cls.__qualname__):
             raise RecipeError(f"{self.kind} {name!r} is registered already; choose another name.")
         self._classes[name] = cls
 
@@ -385,10 +386,8 @@ def register(kind: str, name: str, *, compile: bool | None = None) -> Callable[[
                 f"{kind} {name!r}: {cls.__name__} is not a frozen dataclass; write @dataclass(frozen=True, kw_only=True) "
                 "below @register."
             )
-        if compile is not None and kind != "sparse":
-            raise RecipeError(
-                f"{kind} {name!r}: compile is of sparse patterns, whose plans are compiled; leave it out."
-            )
+        if compile is not None and kind in KINDS and kind != "sparse":
+            raise RecipeError(f"{kind} {name!r}: compile is of sparse patterns alone; leave it out.")
         if kind == "model":
             check_family_class(name, cls, ModelAdapter, registry(kind))
         registry(kind).add(name, cls)

@@ -19,10 +19,10 @@ from .token_streams import (
     LAYERS,
     SIZE,
     TOKENS,
-    draw,
     opened,
     placed,
     position_ids,
+    randn,
     raw,
     run,
     share,
@@ -64,7 +64,7 @@ def test_tokens_are_spread_as_the_paper_says(score: list, draws: object, scatter
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_attention_is_shared_out_as_the_model_does(rows: int) -> None:
-    query, key = (draw((rows, GROUPS), 1, HEADS, rows, SIZE), draw((rows,), 1, GROUPS, 11, SIZE))
+    query, key = (randn((rows, GROUPS), 1, HEADS, rows, SIZE), randn((rows,), 1, GROUPS, 11, SIZE))
     found = attention_shares(query, key)
     assert found.tolist() == pytest.approx(share(query, key), abs=1e-6)
     assert float(found.sum()) == pytest.approx(1, abs=1e-5)
@@ -83,7 +83,7 @@ def history(frames: int, recent: int, units: int, policy: LiveVLM, layer: int) -
         made = position_ids()
         key = torch.cat([raw(layer, c // TOKENS)[1][:, :, c % TOKENS : c % TOKENS + 1] for c in columns], 2)
         key = turned(key, HEAD + torch.tensor(columns))
-        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.positions_before_video())
+        head = turned(randn((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.positions_before_video())
         query = turned(raw(layer, end - 1)[0], made.by_range(end - 1, 1))
         score = share(query, torch.cat([head, key], 2))[HEAD:]
         budget = frames * TOKENS
@@ -123,7 +123,7 @@ def test_a_pass_sees_the_head_and_all_that_is_held_at_true_positions() -> None:
         for layer, view in enumerate(views):
             key = torch.cat([raw(layer, unit)[1] for unit in range(last)], 2)
             query = torch.cat([raw(layer, unit)[0] for unit in range(first, last)], 2)
-            head = draw((1, layer, -1), 1, GROUPS, HEAD, SIZE)
+            head = randn((1, layer, -1), 1, GROUPS, HEAD, SIZE)
             expected = torch.cat(
                 [turned(head, made.positions_before_video()), turned(key, made.by_range(0, last))], 2
             )
@@ -165,7 +165,7 @@ def test_a_question_sees_the_best_pages_and_the_recent_frames(axes: int, limit: 
             ranks = torch.tensor(index)
             own = held.column[ranks]
             long = made.largest_position(CLIP + 20) >= limit
-            head = draw((1, layer, -1), 1, GROUPS, HEAD, SIZE)
+            head = randn((1, layer, -1), 1, GROUPS, HEAD, SIZE)
             after = len(columns) // TOKENS if long else CLIP + 20
             _, key, _ = words(layer, 5, 7)
             tail = made.text_positions(after, 0, 5)
@@ -235,7 +235,7 @@ def merged_history(policy: StreamMem, units: int, layer: int) -> list[Token]:
         made = position_ids()
         query, key, _ = words(layer, 2, end)
         tail = made.text_positions(end, 0, 2)
-        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.positions_before_video())
+        head = turned(randn((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.positions_before_video())
         past = turned(
             torch.stack([k for _, k, _ in held], 1)[None], HEAD + torch.tensor([c for c, _, _ in held])
         )
@@ -302,7 +302,7 @@ def test_a_question_sees_all_that_is_held(axes: int, limit: int) -> None:
         count = held.column.shape[0]
         at = placed(held.column, torch.arange(count), axes, long)
         tail = made.text_positions(count // TOKENS if long else 19, 0, 4)
-        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.positions_before_video())
+        head = turned(randn((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.positions_before_video())
         expected = [head, turned(held.key, at), turned(words(layer, 4, 1)[1], tail)]
         torch.testing.assert_close(view.key, torch.cat(expected, 2))
     evidence = state.evidence()

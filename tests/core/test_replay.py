@@ -333,7 +333,7 @@ def test_a_third_party_s_pattern_is_compiled_unless_it_says_no(
 
 
 def test_only_patterns_are_registered_to_be_compiled() -> None:
-    with pytest.raises(mmaccel.MmaccelError, match="compile is of sparse patterns, whose plans"):
+    with pytest.raises(mmaccel.MmaccelError, match="compile is of sparse patterns alone"):
         register("kv", "none", compile=True)(registry("kv")["full"])
 
 

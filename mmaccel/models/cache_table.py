@@ -25,6 +25,11 @@ def can_read_cache_table(device: torch.device, dtype: torch.dtype, head_dim: int
     )
 
 
+def padded_count(count: int) -> int:
+    """Return the number of sequences, or of rows of each, for which a step is captured that serves `count` of them."""
+    return 1 << (count - 1).bit_length()
+
+
 class CacheTable:
     """Keeps tables of the addresses of KV caches, in buffers of `CudaGraphCache`. A CUDA graph that finds its caches by a
     table serves every stream: the host writes other addresses into it, and captures nothing again."""

@@ -18,7 +18,7 @@ from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
-from mmaccel.models.cache_table import CacheTable, can_read_cache_table
+from mmaccel.models.cache_table import CacheTable, can_read_cache_table, padded_count
 from mmaccel.models.captured_tower import CapturedVisionTower
 from mmaccel.models.fingerprint import ModuleFingerprint, can_fuse_layers
 from mmaccel.models.layer_step import FusedDeltaNetStep, HiddenRows, LayerStep, StepStates, build_layer_steps
@@ -30,11 +30,6 @@ DEVICES = ("cuda",)
 
 WIDTHS = (1, 2, 4, *range(8, 65, 8))
 """Numbers of rows of a question's step: fewer are filled up to the next of these, more go through the modules."""
-
-
-def _padded(count: int) -> int:
-    """The number of streams, or of rows of each, that is captured for `count` of them."""
-    return 1 << (count - 1).bit_length()
 
 
 def _filled(rows: int) -> int:
@@ -300,8 +295,8 @@ class CapturedStreamSteps:
         longest = max((len(slot.bias) for own in slots for slot in own if slot.bias is not None), default=0)
         seats = len(slots)
         if self._replays.works:
-            seats, count = _padded(seats), _padded(count) if seats > 1 else _filled(count)
-        return seats, count, turns, longest and _padded(longest)
+            seats, count = padded_count(seats), padded_count(count) if seats > 1 else _filled(count)
+        return seats, count, turns, longest and padded_count(longest)
 
     def is_captured(self, slots: list[CacheSlot] | None) -> bool:
         """Whether an answer's step of one row is captured as a CUDA graph already; `slots` as in `run_step`."""

@@ -22,7 +22,7 @@ from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.memory.kv import KVState
 from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.models import decode, loading
-from mmaccel.models.cache_table import can_read_cache_table
+from mmaccel.models.cache_table import can_read_cache_table, padded_count
 from mmaccel.models.decode import Buffers, CachedSequenceInfo, DeviceDecodeStep
 from mmaccel.models.layer_step import StepStates
 from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, restore_states_on_error
@@ -63,11 +63,6 @@ class SequenceBuffers:
         return SequenceBuffers(state, pairs, min(key.shape[2] for key, _ in pairs))
 
 
-def _padded(count: int) -> int:
-    """The number of rows, or of sequences, that is captured for `count` of them."""
-    return next(n for n in decode.ROWS if n >= count)
-
-
 class BatchedDecodeSteps:
     """Decode steps shared by runners whose models share their weights; see `Runner.together`.
 
@@ -100,7 +95,7 @@ class BatchedDecodeSteps:
     def __call__(self, runners: Sequence[HFRunner], ids: Sequence[Tensor]) -> list[Tensor]:
         """Logits [1, n, V] of each runner's `ids` [1, n], which may be of unlike lengths."""
         most = max(one.shape[1] for one in ids)
-        if max(most, len(runners)) > MOST or _padded(len(runners)) * _padded(most) > MOST:
+        if max(most, len(runners)) > MOST or padded_count(len(runners)) * padded_count(most) > MOST:
             if len(runners) == 1:
                 self.warm = False
                 return [runners[0].step(ids[0])]
@@ -114,7 +109,7 @@ class BatchedDecodeSteps:
         self._lay(laid[0].pairs, max(map(sum, starts)) + WINDOW)
         count, width = len(runners), most
         if self._parts[0].replays.works:
-            count, width = _padded(count), _padded(width)
+            count, width = padded_count(count), padded_count(width)
         self._show(laid, count)
         out = torch.cat([nn.functional.pad(one, (0, width - one.shape[1])) for one in ids])
         self.warm, states = True, self._state_slots and [one for runner in runners for one in _states(runner)]
@@ -131,7 +126,7 @@ class BatchedDecodeSteps:
         return [made[b : b + 1, : own.shape[1]] for b, own in enumerate(ids)]
 
     def _laid(self, runner: HFRunner, count: int) -> SequenceBuffers:
-        state, room = runner.memory(), _padded(count)  # padding is written, too
+        state, room = runner.memory(), padded_count(count)  # padding is written, too
         laid: SequenceBuffers | None = runner.laid
         if laid is None or laid.state is not state or state.length() + room > laid.capacity:
             laid = runner.laid = SequenceBuffers.from_kv_state(state, room)

@@ -23,10 +23,10 @@ from mmaccel.backends.flash.tiles import (
     TileSizes,
     compact_mask_rows,
     concatenate_broadcast,
-    join_bounds,
     join_tiles,
     key_bounds,
     key_run_mask_tensors,
+    merge_window_and_sinks,
     pad_to_tiles,
     position_run_mask_tensors,
     repeat_block_kinds,
@@ -59,7 +59,7 @@ class FlashCallLayout(NamedTuple):
     own       None: the keys of all spans are gathered one after another, each span from a tile boundary on; else all spans
               read the first `own` keys of the key tensor in place
     in_place  whether queries are read in place; otherwise they are gathered in the part's order
-    bounds, seen  results of `join_bounds`; None if the mask needs tensors
+    bounds, seen  results of `merge_window_and_sinks`; None if the mask needs tensors
     sizes     numbers of queries and keys of the call, padding included
     """
 
@@ -92,7 +92,7 @@ class FlashCallLayout(NamedTuple):
         bounds = None if own is None else key_bounds(part)
         seen = None
         if bounds is not None:
-            bounds, seen = join_bounds(bounds, queries, tiles)
+            bounds, seen = merge_window_and_sinks(bounds, queries, tiles)
         return cls(spans, tiles, own, in_place, bounds, seen, (queries, begin if own is None else own))
 
     @property
@@ -266,7 +266,7 @@ def _block_tensors(
 ) -> tuple[Tensor, ...]:
     """Block-sparse tensors of flash-attn for `n_query` queries and `n_key` keys: count [b, h, M] and index [b, h, M, N] of
     masked tiles, then of unmasked tiles, int32. Spans are concatenated, or `together` over the same keys. `seen`: see
-    `join_bounds`."""
+    `merge_window_and_sinks`."""
     pairs: list[Sequence[Tensor]] = [
         join_tiles(repeat_block_kinds(one.to_dense_table(), *tiles.cut), *tiles.joined) for one in lists
     ]

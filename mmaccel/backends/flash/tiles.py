@@ -86,7 +86,7 @@ def key_bounds(part: Part) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def join_bounds(
+def merge_window_and_sinks(
     bounds: tuple[int, ...], n_query: int, tiles: TileSizes
 ) -> tuple[tuple[int, ...], tuple[int, int] | None]:
     """Reduce the bounds of a sliding-window span plus an attention-sink span to one mask.

@@ -204,8 +204,14 @@ def _prompt(processor: Any, count: int, size: tuple[int, int], rate: float) -> d
     """The inputs of a prompt of one video of `count` frames, as the processor makes them, without memory for its pixels."""
     from mmaccel.media import Video
 
-    frames = torch.zeros(count, 3, *size, dtype=torch.uint8, device="meta")
-    # Without a rate processors take their own default.
-    video = Video(frames, torch.zeros(count, dtype=torch.float64), rate or None, rate, 0.0)  # type: ignore[arg-type]
-    made: dict[str, Tensor] = processor(processor.video_token, videos=[video])
+    for device in ("meta", "cpu"):
+        frames = torch.zeros(1, 1, 1, 1, dtype=torch.uint8, device=device).expand(count, 3, *size)
+        # Without a rate processors take their own default.
+        video = Video(frames, torch.zeros(count, dtype=torch.float64), rate or None, rate, 0.0)  # type: ignore[arg-type]
+        try:
+            made: dict[str, Tensor] = processor(processor.video_token, videos=[video])
+            break
+        except Exception:  # of a processor that reads pixels, as one in NumPy does
+            if device == "cpu":
+                raise
     return made

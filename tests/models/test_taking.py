@@ -18,7 +18,7 @@ from mmaccel import media
 from mmaccel.cli import answer
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, ModelError, VideoError
-from mmaccel.models import stock
+from mmaccel.models import stock, taking
 from mmaccel.models.processor import Processor
 from mmaccel.models.prompt_layout import VideoBudget
 from mmaccel.models.shipped import WORLD
@@ -356,3 +356,15 @@ def test_a_processor_that_is_there_can_still_be_guarded() -> None:
     guarded = mmaccel.load_processor(ours, special_tokens=False)
     assert ours.special_tokens and not guarded.special_tokens
     assert mmaccel.load_processor(guarded) is guarded
+
+
+def test_a_processor_that_reads_pixels_is_asked_with_pixels() -> None:
+    """For frames="auto", which first asks without memory for them."""
+
+    class Reads:
+        video_token = "video"
+
+        def __call__(self, text: str, videos: list[Any]) -> dict[str, Any]:
+            return {"pixels": videos[0].frames.numpy().mean()}
+
+    assert taking._prompt(Reads(), 4, (8, 8), 1.0) == {"pixels": 0.0}

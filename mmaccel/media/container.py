@@ -347,12 +347,17 @@ class Source(AbstractContextManager["Source"]):
             except av.error.FFmpegError:
                 self.damaged.append(self._read)
                 continue
-            yield from frames
+            yield from self._note_damage(frames)
             if packet.size == 0:
                 return
 
+    def _note_damage(self, frames: list[av.VideoFrame]) -> list[av.VideoFrame]:
+        """Return `frames`, with those noted as damaged whose missing parts the decoder filled in, without an error."""
+        self.damaged += [self._read for frame in frames if frame.is_corrupt]
+        return frames
+
     def _flush(self) -> Iterator[av.VideoFrame]:
         try:
-            yield from self._stream.decode(None)
+            yield from self._note_damage(self._stream.decode(None))
         except av.error.FFmpegError:
             return

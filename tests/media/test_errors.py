@@ -189,6 +189,18 @@ def test_damage_in_the_middle_leaves_the_rest(film: Film, how: dict[str, Any]) -
     assert video.times.tolist() == sorted(video.times.tolist())
 
 
+def test_a_frame_that_the_decoder_fills_in_is_warned_of(film: Film) -> None:
+    path = film(codec="mpeg4", muxer={"movflags": "faststart"}, gop=60)
+    with av.open(str(path)) as container:
+        first = next(packet for packet in container.demux(video=0))
+        place, length = first.pos, first.size
+    data = bytearray(path.read_bytes())
+    data[place + length // 2 : place + length] = bytes(length - length // 2)
+    path.write_bytes(data)
+    with pytest.warns(VideoWarning, match=r"60 frames could be read; it is damaged in 1 place\."):
+        assert len(media.read(path).frames) == 60
+
+
 def test_frames_out_of_order_in_a_damaged_file_shift_no_clock(film: Film, monkeypatch) -> None:
     """Of damage that a decoder conceals only the order of frames may tell; the clock of a file does not restart."""
     path, decode = film(), container.Source._decode

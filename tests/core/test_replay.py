@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import mmaccel
 from mmaccel.backends.ops.block_attend import Part
@@ -135,6 +137,39 @@ class Repeated:
         for place, one in zip(self.out, made, strict=bool(self.out)):
             place.copy_(one)
         return self.out or made
+
+
+class Recorded(Repeated):
+    """As a captured function behaves: its first call records what operators do, and to which tensors; later calls do that
+    again, and nothing of Python's. What waits for the device cannot be recorded."""
+
+    calls: list[Any] | None = None
+
+    def __call__(self) -> Any:
+        if self.calls is None:
+            with _Recorder() as record:
+                self.out = super().__call__()
+            self.calls = record.calls
+            return self.out
+        for call, given, named, out in self.calls:
+            for place, made in zip(tree_leaves(out), tree_leaves(call(*given, **named)), strict=True):
+                # A view of what it was given shows that.
+                if isinstance(made, torch.Tensor) and made.data_ptr() != place.data_ptr():
+                    place.copy_(made)
+        return self.out
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = list[Any]()
+
+    def __torch_dispatch__(self, call: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        if call is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        out = call(*given, **(named or {}))
+        self.calls.append((call, given, named or {}, out))
+        return out
 
 
 MADE: list[Repeated] = []

@@ -267,8 +267,8 @@ def mark_host_slots(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor
 
 
 def slab_alignment(slab: Sequence[Tensor]) -> int:
-    """The largest number of bytes that divides the addresses of all slabs."""
-    return math.gcd(*(one.data_ptr() for one in slab))
+    """The largest power of two, at most 64, of bytes that divides the addresses of all slabs."""
+    return math.gcd(64, *(one.data_ptr() for one in slab))
 
 
 @operator("stream", mutates=("out",), fake=lambda: None)

@@ -1,9 +1,10 @@
-"""Helpers of KV memories: growing buffers, the buffer rows of a stream's units (frames), copies to the device, free host
-memory, and work on one CPU thread."""
+"""Helpers of KV memories: growing buffers, the buffer rows of a stream's units (frames), copies to the device and queues of
+its work, free host memory, and work on one CPU thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,79 @@ def single_cpu_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# Untyped in PyTorch.
+_CUDA: Any = torch.cuda
+
+
+class QueueMark:
+    """A point in the work of a `DeviceQueue` (a CUDA stream, or the host) that can be waited for and timed.
+
+    On CUDA it is an event of `stream`, with a time if `timed`. On the host, where work is done at once, it is the time.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None = None, timed: bool = False) -> None:
+        self.at = time.perf_counter()
+        self.event: Any = None
+        if stream is not None:
+            self.event = _CUDA.Event(enable_timing=timed)
+            self.event.record(stream)
+
+    def wait_on_host(self) -> None:
+        """Block the host until all work issued before the mark has run."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def seconds(self, later: QueueMark) -> float:
+        """Return the seconds from this mark to a later one, both done and timed."""
+        return later.at - self.at if self.event is None else self.event.elapsed_time(later.event) / 1000.0
+
+
+class DeviceQueue:
+    """An ordered queue of device work, on a CUDA `stream` or the host. Queues run independently unless one waits for a
+    `QueueMark` of another. `current`: the stream is already the current one where work is issued."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None, current: bool = False) -> None:
+        self.stream, self._current = stream, current or stream is None
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Enqueue `work`. It may run later, but always after earlier work."""
+        if self._current:
+            work()
+        else:
+            with torch.cuda.stream(self.stream):
+                work()
+
+    def record_mark(self, timed: bool = False) -> QueueMark:
+        """Record and return a `QueueMark`, which is reached when all work issued on this queue so far has ended."""
+        return QueueMark(self.stream, timed)
+
+    def wait(self, mark: QueueMark) -> None:
+        """Make later work of this queue wait for `mark`."""
+        if self.stream is not None:
+            self.stream.wait_event(mark.event)
+
+    def keep_alive(self, tensor: Tensor) -> None:
+        """Keep the memory of `tensor`, made on another queue, until the work issued here has read it (`record_stream`)."""
+        if self.stream is not None:
+            tensor.record_stream(self.stream)
+
+
+class CopyQueues:
+    """A store's two `DeviceQueue`s: `compute_queue`, on which the model runs, and `wire`, which copies units (frames)
+    between host and device. On CUDA `wire` has its own stream; elsewhere both are the host. Tests may replace both."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.wire = device, DeviceQueue(_CUDA.Stream(device) if device.type == "cuda" else None)
+
+    @property
+    def compute_queue(self) -> DeviceQueue:
+        """The queue of the current CUDA stream, on which the model computes; on a CPU it is `wire` itself."""
+        if self._device.type != "cuda":
+            return self.wire
+        return DeviceQueue(torch.cuda.current_stream(self._device), current=True)
+
+    def wait_for_copies(self) -> None:
+        """Make later computation wait for all copies issued so far."""
+        self.compute_queue.wait(self.wire.record_mark())

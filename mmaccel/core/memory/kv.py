@@ -195,8 +195,7 @@ class StreamPass:
     words    rows ``words[0] .. words[1]`` of a question are the user's own words; memories are searched by their queries
     room     tokens that an answer may add after a question
     weigh    whether `evidence` will be called after a question, so that what it needs has to be kept
-    layout   [1, rows - pending] of the rows of a question behind those of units, if the recipe's pattern may plan them:
-             views have a layout then; None: they are dense
+    layout   [1, rows - pending] of a question's rows behind units, if a pattern may plan them (views have one then), or None
     branches  the tree of an answer's rows, placed by depth; None: a chain. Only if the memory's policy `allows_branches`
     pause    to be called between two layers of `end_pass` of "units": lets answers on snapshots decode meanwhile
     """
@@ -218,9 +217,8 @@ class StreamPass:
 
 @dataclass(frozen=True)
 class UnitEvidence:
-    """How much an answer rests on one unit (frame): the share of layers that attended to it (retrieved or in the local
-    window), the share that retrieved it, and its part, 0 to 1, of all attention that reached the answer's first token from
-    units (None: not computed)."""
+    """How much an answer rests on one unit (frame): the share of layers that attended to it (retrieved or local), that
+    retrieved it, and its part, 0 to 1, of the attention of the answer's first token to units (None: not computed)."""
 
     share: float
     retrieved: float
@@ -298,6 +296,10 @@ class StreamState(KVState):
         """Return `new_kv_slot` of each layer for an answer's tokens, before any layer runs; None: use `new_kv_slot`."""
         return None
 
+    def attend_layer(self, layer: int, query: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``attend(query)`` [1, H, n, D], attention of a layer to its `view`; it may be replayed as a CUDA graph."""
+        return attend(query)
+
     def units_that_fit(self, first: int, count: int) -> int:
         """Return how many of `count` units (frames) from number `first` on may go in one pass, at least 1."""
         return count
@@ -316,8 +318,8 @@ class StreamState(KVState):
         """End an ingestion, and do the work that was postponed while units (frames) came; none come for now."""
 
     def forget_old_units(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
-        """Forget units (frames) that are too old, and return the numbers of all units forgotten since the last call. `shown`
-        gives the seconds at which a unit was shown. Units that are `pinned` stay, from now on even if memory is full."""
+        """Forget units (frames) that are too old by `shown`, a unit's time in seconds; none that is `pinned`, from now on
+        even if memory is full. Return the numbers of all units forgotten since the last call."""
         return []
 
     def evidence(self) -> dict[int, UnitEvidence]:
@@ -329,8 +331,7 @@ class StreamState(KVState):
         return 0
 
     def seen_tokens(self, layer: int) -> Tensor | None:
-        """Return, during a question, the stream tokens [m] long that `layer` sees, without head and summaries: unit (frame)
-        number * P + index in the unit. None: not known."""
+        """Return, in a question, the stream tokens [m] that `layer` sees: unit number * P + index in it; None: not known."""
         return None
 
     def record_shown_columns(self, layer: int, columns: Tensor) -> None:
@@ -338,8 +339,7 @@ class StreamState(KVState):
         `evidence` counts these alone."""
 
     def record_sparse_rows(self, layer: int, rows: int) -> None:
-        """Record that the first `rows` rows of a question ran sparse attention at `layer`. `evidence`, which needs the
-        attention to all frames, then uses only the later rows."""
+        """Record that the first `rows` rows of a question ran sparse attention at `layer`; `evidence` uses later ones."""
 
     def set_query_fields(self, policy: StreamPolicy) -> None:
         """Use from now on the `query_time_fields` of `policy`: fields that matter only to questions."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +31,6 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 
 T = TypeVar("T")
-
 ELSEWHERE = 2
 """A prompt this many times longer or shorter than the searched one gives a warning: budgets are numbers of tokens."""
 PLANNER_S, SAVED = 32.0, 0.5
@@ -130,19 +129,16 @@ class ForwardPass(PrefillPass):
     last_only: bool = False
     ends: tuple[int, ...] | None = None
     """For a part of a padded prompt: for each sequence, the column past its last token in the whole prompt."""
-
     listed: dict[int, tuple[Tensor, torch.cuda.Event | None, float]] = field(default_factory=dict)
     """First column of a pass -> pairs that its last sparse layer listed, on their way to the host, and pairs expected."""
+    _told: dict[int, ForwardPass] = field(default_factory=dict, init=False)
+    """The pass over what a stream's memory shows, where it says what that is: by the layout's identity."""
+    ticket: Tensor | None = field(default=None, init=False)
+    """A tensor in place of this pass, for compiled layers, whose arguments are tensors; they look the pass up by it."""
 
     @cached_property
     def _before(self) -> dict[int, Any]:
         return {} if (before := getattr(self.state, "last_listed", None)) is None else before
-
-    _told: dict[int, ForwardPass] = field(default_factory=dict, init=False)
-    """The pass over what a stream's memory shows, where it says what that is: by the layout's identity."""
-
-    ticket: Tensor | None = field(default=None, init=False)
-    """A tensor in place of this pass, for compiled layers, whose arguments are tensors; they look the pass up by it."""
 
     def beats_dense(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
         """Return whether `layer` should run its pattern, as that is faster than dense attention over `view` (None: all
@@ -248,17 +244,21 @@ class ForwardPass(PrefillPass):
         return tails
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Compute attention [B, H, n, D] of the new columns for query [B, H, n, D]. key, value [B, G, N, D]: all keys and
-        values; ignored if a KV memory holds them."""
+        """Compute attention [B, H, n, D] for query [B, H, n, D] to key, value [B, G, N, D], or to what the KV memory has."""
         if self.check is not None:
             self.check()
         rows = self.layout.length - self.start - query.shape[2]  # of layers that run the last rows alone
         if rows > 0 and not self.stream and self.pruning is None:
             return self.slice_new_columns(rows, rows + query.shape[2]).attend(layer, query, key, value, scale)
+        if self.stream and not self.probes and isinstance(self.state, StreamState):
+            attend = partial(self._attend_view, layer, key=key, value=value, scale=scale)
+            return self.state.attend_layer(layer, query, attend)
+        return self._attend_view(layer, query, key, value, scale)
+
+    def _attend_view(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         window = self.config.sliding.get(layer)
         view = KVView(key, value, None, 0, window) if self.state is None else self.state.view(layer, query)
-        key, value = view.key, view.value
-        query = query if view.query is None else view.query
+        key, value, query = view.key, view.value, query if view.query is None else view.query
         if query.dtype != value.dtype:
             # Under autocast queries and keys are turned in float32, and attention is in the type of the products.
             query, key = query.to(value.dtype), key.to(value.dtype)

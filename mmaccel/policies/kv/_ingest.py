@@ -194,6 +194,11 @@ class IngestState(PassState):
         queries [1, H, n, D]."""
         return []
 
+    def _unit_angles(self, stream_pass: StreamPass) -> Pair:
+        """Cosines and sines of the rows of a pass of units."""
+        own = self.stream.positions.by_time
+        return self.rope.cached("units", lambda: own(stream_pass.first, stream_pass.count, self._base))
+
     def begin_ingest(self) -> None:
         super().begin_ingest()
         if self._ingested is not None:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters
-from mmaccel.core.memory.buffers import on_device
+from mmaccel.core.memory.buffers import QueueMark, on_device
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store import HostStore
-from mmaccel.policies.kv.store.slabs import QueueMark, view_by_unit
+from mmaccel.policies.kv.store.slabs import GatherTable, view_by_unit
 
 COUNTED = ("needed", "cached", "covered", "missing", "guessed", "ahead", "in_time")
 WINDOW, CACHE, AHEAD = "window", "cache", "ahead"
@@ -78,8 +78,8 @@ class Prefetcher:
         self._guessed: list[Tensor] = []
         self._brought: list[_Brought] = []
         self._wanted_later = self._gap = 0
-        # Codes of what was gathered, and how many of them were of the store.
-        self._crossing: list[Tensor] = []
+        # Codes of what was gathered since they were counted, and how many before were of the store.
+        self.crossing: list[Tensor] = []
         self._crossed: Tensor | None = None
 
     def uncached(self, window: int) -> Prefetcher:
@@ -180,12 +180,19 @@ class Prefetcher:
         self._brought.append(_Brought(layer, code[:recalled], self._ahead.pop(layer, None), asked, ready))
         return ready
 
-    def retrieve(self, layer: int, entries: Tensor, code: Tensor | None = None) -> Tensor:
+    def retrieve(
+        self, layer: int, entries: Tensor, code: Tensor | None = None, table: GatherTable | None = None
+    ) -> Tensor:
         """Return keys and values [2, G, n * P, D] of units `entries` [n] outside the window, for a pass of the stream; call
-        `begin` first. `code` [n]: their location codes, if the store `can_gather`. Counters and cache do not change."""
+        `begin` first. `code` [n]: their location codes, if the store `can_gather`. With a `table` of `places` they are
+        copied on the compute queue, where a CUDA graph can capture it. Counters and cache do not change."""
         out = self._store.new_device_buffer(len(entries))
         if code is None:
             self._store.fetch(layer, entries.tolist(), out)
+            return out
+        if table is not None:
+            self.crossing.append(code)
+            table.copy_units(code, out, self._store.lanes.compute_queue.run)
             return out
         _, ready = self._gather(code, out)
         self._store.lanes.compute_queue.wait(ready)
@@ -213,7 +220,7 @@ class Prefetcher:
 
     def count_copies(self) -> None:
         """Count the copied units in a counter on the device. Call it before the store gets slots, which renumbers codes."""
-        crossing, self._crossing = self._crossing, []
+        crossing, self.crossing = self.crossing, []
         if crossing:
             code = torch.cat(crossing)
             count = ((code >= 0) & (code < self._store.slot_count)).sum()
@@ -291,11 +298,20 @@ class Prefetcher:
 
     def _gather(self, code: Tensor, out: Tensor) -> tuple[QueueMark, QueueMark]:
         """Units by codes [n] into `out` [2, G, n * P, D], on the wire's lane; the marks before and after."""
-        self._crossing.append(code)
+        self.crossing.append(code)
         # A question that breaks off gives `out` back while it is being written to.
         self._store.lanes.wire.keep_alive(out)
         if not self._store.slot_count:
             return self._store.gather(code, out, [self._places[WINDOW]])
+        return self._store.gather(code, out, self.places())
+
+    def count_captured(self, code: Tensor) -> None:
+        """Count what a captured `retrieve` copied by codes `code` [n], when it is replayed."""
+        self.crossing.append(code)
+        self._store.count_copied(0, gathers=1)
+
+    def places(self) -> tuple[Tensor, ...]:
+        """Return the device's buffers that codes may speak of; the same object while they stay where they are."""
         if self._listed is None:
             # What stands for a place that nothing was written to is not read.
             blank = self._empty(1)
@@ -303,7 +319,7 @@ class Prefetcher:
                 self._places.get(name, blank.expand(units, -1, -1, -1, -1))
                 for name, units in self._sizes.items()
             )
-        return self._store.gather(code, out, self._listed)
+        return self._listed
 
 
 class QueryPrediction:

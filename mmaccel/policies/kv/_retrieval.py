@@ -1,12 +1,12 @@
-"""Base of memories that archive older units (frames) on the host: what passes of the stream and questions retrieve of them,
-and summary tokens for the rest. On CUDA, a layer's retrieval is captured as a graph at its second run, then replayed.
+"""Base of memories that archive older units (frames) on the host: what questions retrieve of them, and summary tokens for
+the rest. `_encoding` has what passes of the stream retrieve.
 
 Letters: L layers, H query heads, G key/value heads, D head size, E hidden size, P tokens a unit, C cluster ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,14 +15,12 @@ from torch import Tensor
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.memory.kv import Stream, StreamPass
-from mmaccel.policies.kv._index import Index, SearchResult, compact_slots, summary_positions, unit_positions
-from mmaccel.policies.kv._ingest import Bases
-from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
-from mmaccel.policies.kv._window import Angles, Look, Pair, QuestionView, words_of
-from mmaccel.policies.kv._windowed import StreamMemory
+from mmaccel.policies.kv._encoding import EncodingMemory
+from mmaccel.policies.kv._index import SearchResult, summary_positions, unit_positions
+from mmaccel.policies.kv._prefetch import QueryPrediction
+from mmaccel.policies.kv._window import Angles, Look, QuestionView, words_of
 from mmaccel.policies.kv.store.slabs import view_by_unit
 
 ALL = 1 << 62
@@ -35,36 +33,21 @@ AHEAD = 1.25
 """The prefetch brings so many times the budget: neighbouring layers agree on most of what they retrieve, not on all."""
 
 
-class ArchivedMemory(StreamMemory):
-    """A stream memory whose units (frames) move to `store` on the host when they leave the window; `index` finds them again,
-    and `prefetcher` copies them back.
-
-    While the stream is encoded, each layer of a pass retrieves `encode_budget` units by the pass's mean query, so that units
-    are encoded with earlier context (Mosaic VII-A). What is stored depends on the passes alone (a call of `watch` ends one),
-    not on questions, cache or prefetching. The host does not wait, and nothing is prefetched: copying is cheap.
-    """
+class ArchivedMemory(EncodingMemory):
+    """An `EncodingMemory` that answers questions: each layer retrieves units (frames) for itself, and shows summary tokens
+    for the rest. On CUDA, what a layer chooses is captured as a graph at its second run, then replayed."""
 
     def __init__(
         self, policy: Any, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
-        super().__init__(stream, geometry, model, device, **policy.sizes(stream))
+        super().__init__(policy, stream, geometry, model, device)
         self.set_query_fields(policy)
-        self.encode_budget, self.prefetch = stream.units(policy.encode_frames), policy.prefetch
-        self.reps = ALL if policy.reps is None else policy.reps
-        own = policy.index, stream, geometry, device, self.window, policy.reps != 0
-        self.index: Index = policy.index.opens(*own)
-        self.store = policy.store.open(stream, geometry, device)
-        self.prefetcher = Prefetcher(self.store, geometry.layers, self.window, stream.units(policy.cache))
+        self.prefetch, self.reps = policy.prefetch, ALL if policy.reps is None else policy.reps
         self.prediction = QueryPrediction(geometry.layers, geometry.hidden, device)
-        self.replays = CudaGraphCache(device)
-        # What passes retrieve stands before the window, wherever the stream is.
-        self.bases = Bases(stream.positions, self.window, self.encode_budget)
         self._model, self.recalls_alike = model, False
         # Summary tokens of each layer; what the device was told last, and where.
         self._left: list[int] = []
         self._known: tuple[Tensor | None, list[int]] = None, []
-        # Whether the pass retrieves, and what its layers have retrieved.
-        self._encodes, self._encoded = False, list[Tensor]()
         self._found: dict[int, SearchResult] = {}
         self._entering: Tensor | None = None
         self._recalled = self._questions = 0
@@ -76,9 +59,6 @@ class ArchivedMemory(StreamMemory):
     def clusters(self) -> dict[str, Tensor]:
         return self.index.cluster_of_units()
 
-    def units_that_fit(self, first: int, count: int) -> int:
-        return super().units_that_fit(first, 1 if self.policy.encode_by == "frame" else count)
-
     def begin_pass(self, stream_pass: StreamPass) -> None:
         super().begin_pass(stream_pass)
         if stream_pass.kind == "question":
@@ -88,65 +68,6 @@ class ArchivedMemory(StreamMemory):
                 self.end_ingest()
             begin, end = words_of(stream_pass)
             self._numbers[0].fill_(end - begin)
-        elif stream_pass.kind == "units":
-            self._encoded, self._encodes = [], False
-            if self.encode_budget and self._first:
-                # From the clusters of all that came before, wherever calls of `watch` and questions lie. The host makes
-                # them while the device runs the vision tower for this pass, which was begun already.
-                self.index.cluster_units()
-                self.index.refresh()
-                self._encodes = len(self.index.prepare(self._first).entries) > 0
-            if self._encodes:
-                self.prefetcher.begin(self._first)
-                self._set_data_place(1 + (slots := self.stream.positions.interval_count(self._first)))
-                if self._base:
-                    self._pass_slots.copy_(on_device([self._base, slots], self.device))
-                if stream_pass.look is not None and self.index.by_look:
-                    self.index.set_visual_query(stream_pass.look.mean(0))
-
-    def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
-        if not self._encodes:
-            return []
-        replays, budget, positions = self.replays, self.encode_budget, self.stream.positions
-        now, coded, based = self.index.prepare(self._first), self.store.can_gather, self._base > 0
-        # One launch for the thousands of rows of a pass, which a question's kernel would go through one after the other.
-        mean = replays.get_buffer("mean", (query.shape[1], 1, query.shape[3]), torch.float32)
-        torch.mean(query[0], 1, True, dtype=torch.float32, out=mean)
-        turned = self.rope.rotated_dims(positions.positions_before_video())
-        size = 2, 1, 1, min(budget, len(now.entries)) * positions.tokens, turned
-        room = replays.get_buffer("angles of a pass", size, self.stream.dtype)  # of all layers, in turn
-        (base, slots), most = self._pass_slots, positions.interval_count(self._first)
-
-        def find() -> tuple[Tensor, ...]:
-            units = self.index.search(layer, self._folded(mean), budget, self._first).entries
-            # In slots, where the base is taken from these; units that do not come evenly are then all closed up.
-            at = compact_slots(units, base, slots, positions.has_even_rate) if based else units
-            torch.stack(self.rope.angles(positions.by_number(at, most, own=not based)), out=room)
-            return (units, self.prefetcher.location_codes(layer, units)) if coded else (units,)
-
-        again = coded and len(now.entries) > budget
-        name = "pass", layer, budget, now.lists.largest, based, positions.has_even_rate
-        units, *code = replays(name, find) if again else find()
-        self._encoded.append(units)
-        rows = self.prefetcher.retrieve(layer, units, *code)
-        self.rope.apply_(rows[:1], (room[0], room[1]))
-        return [(rows[:1], rows[1:])]
-
-    def _move(self, stream_pass: StreamPass) -> None:
-        encoded, self._encoded = self._encoded, []
-        if encoded:
-            self.prefetcher.count_copies()
-        retrieved = torch.stack(encoded) if encoded else None
-        self.index.add_units(stream_pass.look, [*self._new.values()], retrieved)
-        # Until passes retrieve, the host clusters what came before while the device still computes this one. Of an
-        # ingestion two passes may be under way, one on each device of a spread model: the host waits for neither.
-        self.index.cluster_units(keep=1 if self._ingested is None else 2)
-        super()._move(stream_pass)
-
-    def _gone(self, layers: Sequence[int], first: int, count: int, pairs: Sequence[Pair]) -> None:
-        lost = self.store.put_layers(layers, range(first, first + count), pairs)
-        if lost:
-            self.index.forget(lost)
 
     @property
     def _begin(self) -> int:
@@ -157,17 +78,6 @@ class ArchivedMemory(StreamMemory):
     def _numbers(self) -> Tensor:
         """[2 + L] on the device: words of the question, units of the stream, summary tokens of each layer."""
         return self.replays.get_buffer("told", (2 + self.geometry.layers,), torch.long)
-
-    @property
-    def _pass_slots(self) -> Tensor:
-        """[2] on the device: the base of a pass of the stream, and the time slots before its window."""
-        return self.replays.get_buffer("slots", (2,), torch.long)
-
-    def _set_data_place(self, units: int) -> None:
-        """Tell the replays where all that a search reads lies; positions are those of `units` units at least."""
-        fetched = self.prefetcher.addresses() if self._first else None
-        table = self.stream.positions.position_table_address(units)
-        self.replays.drop_if_moved((self.index.addresses(), table, fetched))
 
     def end_ingest(self) -> None:
         """Prepare the search tables for the next question; only numbers that changed are sent to the device."""
@@ -329,11 +239,6 @@ class ArchivedMemory(StreamMemory):
         room = self.replays.get_buffer(name, (x.shape[0], -(-few // ROWS) * ROWS, x.shape[2]), x.dtype)
         room[:, :few] = x
         return room
-
-    def _folded(self, query: Tensor, count: Tensor | None = None) -> Tensor:
-        """[d]: the mean of raw queries [H, n, D] of the first `count` [1] rows, or of all, against keys of all heads: the
-        heads of a group summed, for they share their keys."""
-        return clusters.mean_query(query, count, self.geometry.kv_heads)
 
     @contextmanager
     def question_scope(self) -> Iterator[None]:

@@ -97,12 +97,12 @@ class QuestionView:
 
 class Rope:
     """Applies RoPE to keys and queries [1, heads, n, D], and caches its angles. `angles` returns cosines and sines of
-    positions [n] or [3, n]; `apply` rotates by them. Named angles are cached until `forget`."""
+    positions [n] or [3, n]; `apply` rotates by them. Named angles are `kept` until `forget`."""
 
     def __init__(self, model: ModelView, dtype: torch.dtype) -> None:
         self.angles, self.apply, self.model = partial(model.rope_angles, dtype=dtype), model.apply_rope, model
-        self._kept: dict[Hashable, Angles] = {}
-        self.forget = self._kept.clear
+        self.kept: dict[Hashable, Angles] = {}
+        self.forget = self.kept.clear
         self._size = 0
 
     def apply_(self, x: Tensor, angles: Angles) -> None:
@@ -116,9 +116,9 @@ class Rope:
 
     def cached(self, name: Hashable, positions: Callable[[], Tensor]) -> Angles:
         """Return the cosines and sines of `positions()` [n] or [3, n], cached under `name`."""
-        if name not in self._kept:
-            self._kept[name] = self.angles(positions())
-        return self._kept[name]
+        if name not in self.kept:
+            self.kept[name] = self.angles(positions())
+        return self.kept[name]
 
 
 class PassState(StreamState):

@@ -165,8 +165,7 @@ class StreamMemory(IngestState):
         """What new units see: the head, what is retrieved for them, and the window, their own columns in it."""
         if self._ingested is not None:
             return self._show(layer, query, key, value)
-        own, ring = self.stream.positions.by_time, self._rings[layer]
-        angles = self.rope.cached("units", lambda: own(stream_pass.first, stream_pass.count, self._base))
+        ring, angles = self._rings[layer], self._unit_angles(stream_pass)
         turned = self._fresh[layer] = self.rope.apply(key, angles)
         sinks = [self._head(layer), *self._retrieved(layer, query)]
         parts = [*sinks, *([(ring.turned, ring.value)] if ring else []), (turned, value)]

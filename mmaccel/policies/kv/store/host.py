@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.clusters import copy_units, slab_alignment
 from mmaccel.core.errors import RecipeError, StoreError
-from mmaccel.core.memory.buffers import on_device
+from mmaccel.core.memory.buffers import CopyQueues, QueueMark, on_device
 from mmaccel.core.registry import one_of
 from mmaccel.policies.kv.store import saved
-from mmaccel.policies.kv.store.slabs import CopyQueues, QueueMark, Slabs, SlotTable, UnitShape, view_by_unit
+from mmaccel.policies.kv.store.slabs import GatherTables, Slabs, SlotTable, UnitShape, view_by_unit
 
 Spill = Literal["refuse", "disk", "drop_oldest"]
 """When the host may hold no more: refuse, write to files, or forget the oldest units."""
@@ -83,9 +82,7 @@ class HostStore:
         """Asked where all stores together have taken what they may: whether another one has given a slab back."""
         self.written: dict[tuple[int, int], saved.SavedUnitsFile] = {}
         """The files of the last save, by layer and number, as far as their units are as they were then."""
-        # What a gather reads: its places, the slabs and these, what divides their addresses, and on the device, made and
-        # read on the wire's lane alone, the bytes from the first slab to each.
-        self._laid: tuple[Sequence[Tensor], list[Tensor], int, list[Tensor]] | None = None
+        self.gather_tables = GatherTables(self.slabs, self.lanes, self.device)
         self._counts = dict.fromkeys((*COUNTED, "seconds_in", "seconds_out"), 0.0)
         self._timed: list[tuple[str, QueueMark, QueueMark, float]] = []
 
@@ -182,24 +179,15 @@ class HostStore:
         """
         self._open()
         made, began = self._begin(slot)
-        # The slabs in memory and those of `places` stay laid while these stay where they are.
-        if self._laid is None or self._laid[0] is not places:
-            slabs = list(self.slabs.slabs)
-            # Without slabs the first place takes their part, whatever its size.
-            per = self.slabs.per if slabs else max((len(one) for one in places), default=0)
-            slabs += [one[i : i + per] for one in places for i in range(0, len(one), per)]
-            apart = [one.data_ptr() - slabs[0].data_ptr() for one in slabs]
-            sent = list[Tensor]()
-            # On the compute lane it would be sent after the mark that the wire has waited for.
-            self.lanes.wire.run(lambda: sent.append(on_device(apart, self.device)))
-            self._laid = places, slabs, slab_alignment(slabs), sent
-        _, slabs, grain, base = self._laid
-        self.lanes.wire.run(lambda: copy_units(out, slabs, base[0], slot, grain))
+        self.gather_tables.find(places).copy_units(slot, out, self.lanes.wire.run)
         return made, self._end("seconds_in", began, fetches=1, copies_in=1, gathers=1)
 
-    def count_copied(self, units: int) -> None:
-        """Record that `gather` copied `units` units (frames) of one layer from the host."""
+    def count_copied(self, units: int, gathers: int = 0) -> None:
+        """Record that `gather` copied `units` units (frames) of one layer from the host; or that `gathers` copies by a
+        `GatherTable` did."""
         self._counts["bytes_in"] += units * self.shape.nbytes
+        for name in ("fetches", "copies_in", "gathers"):
+            self._counts[name] += gathers
 
     @property
     def can_gather(self) -> bool:
@@ -260,7 +248,8 @@ class HostStore:
             slabs.slot_views([slot])[0].copy_(kept)
         table.stale = True
         slabs.free_last_slab()
-        self._laid, self._dropped = None, self._dropped + count
+        self.gather_tables.drop()
+        self._dropped += count
         self.lost += old[:count]
         return old[:count]
 
@@ -327,7 +316,7 @@ class HostStore:
         """Release all memory and remove all files; a closed store cannot be used."""
         if not self._closed:
             self.lanes.wire.record_mark().wait_on_host()
-            self._laid = None
+            self.gather_tables.drop()
             self.slabs.close()
             self.table = SlotTable(self.shape.layers, self.device)
             self._closed = True
@@ -354,7 +343,7 @@ class HostStore:
             if self.slabs.add_slab():
                 # Behind all others: it stays a heap.
                 self.table.free += range(size, size + self.slabs.per)
-                self._laid = None
+                self.gather_tables.drop()
                 continue
             drops = self.spill == "drop_oldest"
             if drops and self.slabs.next_slab_exceeds_process_limit and self.relieve():

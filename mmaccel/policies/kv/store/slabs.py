@@ -6,11 +6,10 @@ import heapq
 import os
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.clusters import copy_units, slab_alignment
 from mmaccel.core.errors import StoreError
-from mmaccel.core.memory.buffers import UnitRowMap, free_host_bytes, on_device, total_host_bytes
+from mmaccel.core.memory.buffers import CopyQueues, UnitRowMap, free_host_bytes, on_device, total_host_bytes
 from mmaccel.policies.kv.store import saved
 
 SLAB_BYTES = 16 * 2**20
@@ -33,9 +33,6 @@ SPARE = 1 / 16
 """The share of the host's memory that is left to everything else."""
 SHARES = 64
 """Into so many slabs at least goes what all stores of the process may take together."""
-
-# Untyped in PyTorch.
-_CUDA: Any = torch.cuda
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,7 @@ class Slabs:
         folder: Path | None,
         together: int | None = None,
     ) -> None:
-        self._shape, self._pinned, self._cap, self._disk = shape, pinned, cap, disk
-        self._together = together
+        self._shape, self._pinned, self._cap, self._disk, self._together = shape, pinned, cap, disk, together
         if slab_bytes is None:
             slab_bytes = FILE_BYTES if disk else SLAB_BYTES
             # Units that do not fill a slab leave an eighth of it empty at most.
@@ -328,73 +324,77 @@ def view_by_unit(tensor: Tensor, tokens: int) -> Tensor:
     return tensor.view(*tensor.shape[:-2], -1, tokens, tensor.shape[-1])
 
 
-class QueueMark:
-    """A point in the work of a `DeviceQueue` (a CUDA stream, or the host) that can be waited for and timed.
+@dataclass(eq=False)
+class GatherTable:
+    """Where the units (frames) of a store's slabs and of `places` lie; a CUDA graph can capture a copy by it.
 
-    On CUDA it is an event of `stream`, with a time if `timed`. On the host, where work is done at once, it is the time.
+    places  tensors [m, 2, G, P, D] on the device
+    slabs   the store's tensors [slots, 2, G, P, D] in host memory, then pieces of `places`; empty once the store has others
+    grain   a number of bytes that divides all addresses
+    base    one tensor long on the device, as long as the slabs or longer: the bytes from the first slab to each
     """
 
-    def __init__(self, stream: torch.cuda.Stream | None = None, timed: bool = False) -> None:
-        self.at = time.perf_counter()
-        self.event: Any = None
-        if stream is not None:
-            self.event = _CUDA.Event(enable_timing=timed)
-            self.event.record(stream)
+    places: Sequence[Tensor]
+    slabs: list[Tensor] = field(default_factory=list)
+    grain: int = 1
+    base: list[Tensor] = field(default_factory=list)
 
-    def wait_on_host(self) -> None:
-        """Block the host until all work issued before the mark has run."""
-        if self.event is not None:
-            self.event.synchronize()
+    def lay(self, held: Slabs, lanes: CopyQueues, device: torch.device) -> None:
+        """List the slabs `held`, at the same place of the device if there is room; for what is behind the copies of now."""
+        slabs = list(held.slabs)
+        # Without slabs the first place takes their part, whatever its size.
+        per = held.per if slabs else max((len(one) for one in self.places), default=0)
+        slabs += [one[i : i + per] for one in self.places for i in range(0, len(one), per)]
+        apart = [one.data_ptr() - slabs[0].data_ptr() for one in slabs]
+        room = max(64, 1 << len(slabs).bit_length())
+        base = self.base if self.base and len(self.base[0]) >= room else []
+        lanes.wire.wait(lanes.compute_queue.record_mark())
 
-    def seconds(self, later: QueueMark) -> float:
-        """Return the seconds from this mark to a later one, both done and timed."""
-        return later.at - self.at if self.event is None else self.event.elapsed_time(later.event) / 1000.0
+        def send() -> None:
+            if not base:
+                with torch.inference_mode(False):
+                    base.append(torch.zeros(room, dtype=torch.long, device=device))
+                lanes.compute_queue.keep_alive(base[0])
+            base[0][: len(apart)] = on_device(apart, device)
 
-
-class DeviceQueue:
-    """An ordered queue of device work, on a CUDA `stream` or the host. Queues run independently unless one waits for a
-    `QueueMark` of another. `current`: the stream is already the current one where work is issued."""
-
-    def __init__(self, stream: torch.cuda.Stream | None = None, current: bool = False) -> None:
-        self.stream, self._current = stream, current or stream is None
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Enqueue `work`. It may run later, but always after earlier work."""
-        if self._current:
-            work()
-        else:
-            with torch.cuda.stream(self.stream):
-                work()
-
-    def record_mark(self, timed: bool = False) -> QueueMark:
-        """Record and return a `QueueMark`, which is reached when all work issued on this queue so far has ended."""
-        return QueueMark(self.stream, timed)
-
-    def wait(self, mark: QueueMark) -> None:
-        """Make later work of this queue wait for `mark`."""
-        if self.stream is not None:
-            self.stream.wait_event(mark.event)
-
-    def keep_alive(self, tensor: Tensor) -> None:
-        """Keep the memory of `tensor`, made on another queue, until the work issued here has read it (`record_stream`)."""
-        if self.stream is not None:
-            tensor.record_stream(self.stream)
-
-
-class CopyQueues:
-    """A store's two `DeviceQueue`s: `compute_queue`, on which the model runs, and `wire`, which copies units (frames)
-    between host and device. On CUDA `wire` has its own stream; elsewhere both are the host. Tests may replace both."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.wire = device, DeviceQueue(_CUDA.Stream(device) if device.type == "cuda" else None)
+        # On the compute lane it would be sent after the mark that the wire has waited for.
+        lanes.wire.run(send)
+        self.slabs, self.grain, self.base = slabs, slab_alignment(slabs), base
 
     @property
-    def compute_queue(self) -> DeviceQueue:
-        """The queue of the current CUDA stream, on which the model computes; on a CPU it is `wire` itself."""
-        if self._device.type != "cuda":
-            return self.wire
-        return DeviceQueue(torch.cuda.current_stream(self._device), current=True)
+    def address(self) -> Any:
+        """A key that is equal while a captured copy by this table is valid."""
+        return self.slabs and (
+            self.slabs[0].data_ptr(),
+            self.slabs[0].shape,
+            self.base[0].data_ptr(),
+            self.grain,
+        )
 
-    def wait_for_copies(self) -> None:
-        """Make later computation wait for all copies issued so far."""
-        self.compute_queue.wait(self.wire.record_mark())
+    def copy_units(self, slot: Tensor, out: Tensor, run: Callable[[Callable[[], object]], None]) -> None:
+        """Have `run` copy the units in `slot` [n] to `out`, as `HostStore.gather`; `run` is that of a `DeviceQueue`."""
+        slabs, base, grain = self.slabs, self.base, self.grain
+        run(lambda: copy_units(out, slabs, base[0], slot, grain))
+
+
+class GatherTables:
+    """The tables of a store, which all have to be laid anew when its slabs change."""
+
+    def __init__(self, slabs: Slabs, lanes: CopyQueues, device: torch.device) -> None:
+        self._of, self._all = (slabs, lanes, device), weakref.WeakSet[GatherTable]()
+        self._last: GatherTable | None = None
+
+    def find(self, places: Sequence[Tensor] = (), held: GatherTable | None = None) -> GatherTable:
+        """Return a table of slabs and `places`: `held`, the last one, or a new one; for what is behind the copies of now."""
+        known = (one for one in (held, self._last) if one is not None and one.places is places)
+        table = next(known, None) or GatherTable(places)
+        if not table.slabs:
+            table.lay(*self._of)
+            self._all.add(table)
+        self._last = table if held is None else self._last
+        return table
+
+    def drop(self) -> None:
+        """The slabs are others: no table reads those that were, or keeps them."""
+        for one in self._all:
+            one.slabs = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,9 +92,20 @@ class Driven:
         out = []
         for first, n, rows in passes(self.state, count, step, self.unit):
             where = dict(rows=n * TOKENS, first=first, count=n, look=self.looks(first, n))
-            views = self.run(StreamPass(kind="units", **where), rows)  # type: ignore[arg-type]
-            out.append(torch.stack([attend(view, n * TOKENS) for view in views]))
+            self.state.begin_pass(StreamPass(kind="units", **where))  # type: ignore[arg-type]
+            each = list[Tensor]()
+            for layer in range(LAYERS):
+                query, *pair = rows(layer)
+                self.state.append(layer, *pair)
+                # The next layer's may come to lie there.
+                each.append(self.state.attend_layer(layer, query, partial(self.attend, layer)).clone())
+            self.state.end_pass()
+            out.append(torch.cat(each))
         return out
+
+    def attend(self, layer: int, query: Tensor) -> Tensor:
+        """[1, H, n, D]: what queries of a pass get of what a layer shows them."""
+        return attend(self.state.view(layer, query), query.shape[2])[None]
 
     def stream_pass(self, rows: int = 4) -> StreamPass:
         return StreamPass(kind="question", rows=rows, words=(1, rows), room=2)

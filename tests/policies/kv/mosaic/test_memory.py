@@ -156,18 +156,18 @@ def test_passes_see_units_that_have_left_the_window(limit: int, axes: int, field
     state, seen = driven.state, list[Any]()
     first, base = state._first, state.bases.base_of_unit(60)
     assert (base > 0) == (limit == 150 and axes == 1)
-    run, recall = driven.run, state.prefetcher.retrieve
+    view, recall = state.view, state.prefetcher.retrieve
     retrieved: list[list[int]] = []
 
-    def told(layer: int, entries: torch.Tensor, *code: torch.Tensor) -> Any:
+    def told(layer: int, entries: torch.Tensor, *how: Any) -> Any:
         retrieved.append(entries.tolist())
-        return recall(layer, entries, *code)
+        return recall(layer, entries, *how)
 
     def kept(*given: Any) -> Any:
-        seen.extend(run(*given))
-        return seen
+        seen.append(view(*given))
+        return seen[-1]
 
-    driven.run, state.prefetcher.retrieve = kept, told  # type: ignore[method-assign]
+    state.view, state.prefetcher.retrieve = kept, told  # type: ignore[method-assign]
     driven.watch(1)
     assert len(seen) == len(retrieved) == LAYERS
     for layer, (view, units) in enumerate(zip(seen, retrieved, strict=True)):

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.decoding import replay
-from mmaccel.core.memory.buffers import on_device
+from mmaccel.core.memory.buffers import QueueMark, on_device
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv.store import HostStore, host
-from mmaccel.policies.kv.store.slabs import QueueMark
-from tests.core.test_replay import Repeated
+from tests.core.test_replay import Recorded
 from tests.policies.kv.mosaic.driven import Driven
 from tests.policies.kv.store.units import LAYERS, TOKENS, SimLane, SimLanes, contents, fill, open_store
 from tests.spies import product
@@ -232,7 +231,7 @@ def test_what_layers_add_alike_is_foretold_from_the_second_question_on() -> None
     assert torch.equal(foretold(drift, 0, states(8)), states(8))
 
 
-class Replayed(Repeated):
+class Replayed(Recorded):
     """Counts those that are made."""
 
     made: int = 0

@@ -97,7 +97,7 @@ def test_what_a_broken_pass_retrieved_is_forgotten() -> None:
     driven.state.index.search = search  # type: ignore[method-assign]
     driven.state.restore(mark)
     # Counted while its codes mean the places that they did.
-    assert not driven.state.prefetcher._crossing
+    assert not driven.state.prefetcher.crossing
     alone.watch(3)
     a, b = (torch.cat([*one.watch(1), *one.watch(20)], 2) for one in (driven, alone))
     assert torch.equal(a, b) and partition(driven.index.tree) == partition(alone.index.tree)

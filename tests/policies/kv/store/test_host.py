@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, StoreError
+from mmaccel.core.memory.buffers import CopyQueues
 from mmaccel.policies.kv.store import host
-from mmaccel.policies.kv.store.slabs import CopyQueues
 from tests.spies import broken
 
 from .units import (

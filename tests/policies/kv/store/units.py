@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.core.memory.buffers import CopyQueues, DeviceQueue, QueueMark
 from mmaccel.policies.kv.store import HostStore, UnitShape
-from mmaccel.policies.kv.store.slabs import CopyQueues, DeviceQueue, QueueMark
 
 LAYERS, GROUPS, TOKENS, SIZE = 3, 2, 5, 4
 UNIT_BYTES = 2 * GROUPS * TOKENS * SIZE * 4

@@ -360,15 +360,10 @@ def main(arguments: list[str]) -> None:
     for c in counts:
         print(f"{c.name:<40} {c.value:>8g} {tops[c.name]:>8g} {c.mark:>8g}  {c.detail}")
     print("\nwalls\n" + arrows())
-    if (
-        "--files" in arguments
-    ):  # what lies on the way of each call, and what is in circles or has one importer
+    if "--files" in arguments:  # the files of each call, what is in circles, and what has one importer
         print(json.dumps({name: sorted(files) for name, files in calls.items()}, indent=1))
-        print(
-            json.dumps(
-                {"circles": circles(imports_between(FILES)), "alone": with_one_importer()[0]}, indent=1
-            )
-        )
+        rest = {"circles": circles(imports_between(FILES)), "alone": with_one_importer()[0]}
+        print(json.dumps(rest, indent=1))
 
 
 if __name__ == "__main__":

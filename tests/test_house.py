@@ -170,15 +170,8 @@ def public_names() -> set[str]:
         *BASES.values(),
         *(getattr(core_kv, name) for name in ("KVState", "KVView", "StreamPolicy", "StreamState")),
     ]
-    contracts += [
-        DraftState,
-        Proposal,
-        ModelAdapter,
-        ModelView,
-        mmaccel.Recipe,
-        mmaccel.Report,
-        mmaccel.VideoSession,
-    ]
+    contracts += [DraftState, Proposal, ModelAdapter, ModelView]
+    contracts += [mmaccel.Recipe, mmaccel.Report, mmaccel.VideoSession]
     found = {*mmaccel.__all__, *(cls.__name__ for cls in contracts)}
     for cls in contracts:
         found |= {

@@ -90,11 +90,8 @@ def test_what_core_must_not_know_is_noticed() -> None:
         "x = getattr(getattr(self.kv, 'index', None), 'size', 0)",
     ):
         assert knows(breach, names), breach
-    for right in (
-        "'full of attention'",
-        "x = [getattr(self._kv, name) for name in free]",
-        "x = device.name == 'cpu'",
-    ):
+    reads = "x = [getattr(self._kv, name) for name in free]"
+    for right in ("'full of attention'", reads, "x = device.name == 'cpu'"):
         assert knows(right, names) == [], right
 
 
@@ -134,11 +131,8 @@ def keyed_by_tensors(tree: ast.Module) -> list[str]:
             )
     by = re.compile(r"data_ptr\(|(?<!\w)id\(")
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Subscript)
-            and ast.unparse(node.value) in own
-            and by.search(ast.unparse(node.slice))
-        ):
+        written = isinstance(node, ast.Subscript) and ast.unparse(node.value) in own
+        if written and by.search(ast.unparse(node.slice)):
             found.append(ast.unparse(node))
     return found
 
@@ -186,11 +180,8 @@ def stale(sources: Mapping[str, str]) -> list[str]:
             named = (getattr(node, field, None) for field in ("id", "attr", "arg", "name", "module"))
             code |= {part for name in named if isinstance(name, str) for part in name.split(".")}
     code |= {part for name in sources for part in re.findall(r"\w+", name)}
-    return [
-        f"{name}: {one}"
-        for name, one in told
-        if not {one.split(".")[-1]} & code and not THEIRS.fullmatch(one)
-    ]
+    left = [(name, one) for name, one in told if not {one.split(".")[-1]} & code]
+    return [f"{name}: {one}" for name, one in left if not THEIRS.fullmatch(one)]
 
 
 def test_docstrings_name_what_there_is() -> None:

@@ -318,14 +318,9 @@ def test_figures_of_each_preset_are_those_of_the_rows() -> None:
     for row in (row for row in measured if row["model"] == "llava-onevision-7b"):
         parts = row["measured"]
         first = f"{1e3 * parts['question_s']:.0f} ms" if "question_s" in parts else "with the film"
-        cells = [
-            f"`{row['preset']}`",
-            f"{row['frames']}",
-            f"{row['questions']}",
-            f"{parts['read_s']:.2f} s",
-            first,
-        ]
-        cells += [f"{1 / parts['token_s']:.0f}", f"{row['told']:.1f}", f"{row['peak_bytes'] / 1e9:.1f} GB"]
+        cells = [f"`{row['preset']}`", f"{row['frames']}", f"{row['questions']}"]
+        cells += [f"{parts['read_s']:.2f} s", first, f"{1 / parts['token_s']:.0f}"]
+        cells += [f"{row['told']:.1f}", f"{row['peak_bytes'] / 1e9:.1f} GB"]
         assert "| " + " | ".join(cells) + " |" in page
     assert {row["preset"] for row in measured} == set(MAIN_PRESETS)
 

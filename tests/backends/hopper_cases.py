@@ -122,13 +122,8 @@ def test_fewer_keys_than_a_block_find_room_for_all() -> None:
     """No block of them is adjacent, not even one without a key, whatever is known of their order."""
     rng = torch.Generator().manual_seed(1)
     key, value = (torch.randn(B, G, 40, D, generator=rng).to(DEVICE) for _ in range(2))
-    row = (
-        torch.where(torch.arange(320) < 40, torch.arange(320), -1)
-        .int()
-        .expand(1, HEADS, 320)
-        .contiguous()
-        .to(DEVICE)
-    )
+    row = torch.where(torch.arange(320) < 40, torch.arange(320), -1).int()
+    row = row.expand(1, HEADS, 320).contiguous().to(DEVICE)
     pos = torch.arange(320, dtype=torch.int32, device=DEVICE).view(1, 1, 320)
     one = replace(span(row, pos), scattered=BOX)
     check(key, value, [row], KeyLocations.find(key, value, [one], HEADS, 1 << 30))

@@ -303,11 +303,8 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pyte
         on.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", noted)
-    for module, name in (
-        (lists, "merge_pairs_kernel"),
-        (working, "work_items_kernel"),
-        (attend, "merge_kernel"),
-    ):
+    homes = dict(merge_pairs_kernel=lists, work_items_kernel=working, merge_kernel=attend)
+    for name, module in homes.items():
         monkeypatch.setattr(module, name, Watched(getattr(module, name), on, seen))
     place = torch.arange(96, dtype=torch.int32)[None, None]
     span = span_by_range(place, place, place, place, 0, 96, 16, 16)

@@ -109,13 +109,8 @@ def test_lists_that_differ_between_neighbours(
     assert all(named["joint"] for named in launched)
 
 
-SCENE = Scene(
-    (sequence([(TEXT, [50]), (VIDEO, [96] * 9), (TEXT, [1]), (VIDEO, [96] * 3), (TEXT, [140])]),),
-    0,
-    8,
-    2,
-    128,
-)
+LINE = sequence([(TEXT, [50]), (VIDEO, [96] * 9), (TEXT, [1]), (VIDEO, [96] * 3), (TEXT, [140])])
+SCENE = Scene((LINE,), 0, 8, 2, 128)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +156,5 @@ def test_short_of_room_for_copies_the_portable_kernel_computes(monkeypatch, chun
     monkeypatch.setattr(hopper_launch, "SHARE", torch.cuda.get_device_properties(0).total_memory // (1 << 17))
     for block in (128, 64):
         plan = random_plan(4, n_query=300, n_key=700, blocks=(block, 64))
-        check(
-            plan,
-            draw(plan, 2, 128, 4),
-            torch.bfloat16,
-            scale=128**-0.5,
-            kernel=partial(block_attend, chunk=chunk),
-        )
+        kernel = partial(block_attend, chunk=chunk)
+        check(plan, draw(plan, 2, 128, 4), torch.bfloat16, scale=128**-0.5, kernel=kernel)

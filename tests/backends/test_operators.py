@@ -95,11 +95,8 @@ def of_prompts() -> Iterator[Call]:
     sheet = TensorPacker()
     sheet.record_write(sheet.reserve((1, 2, 64), -1, torch.int32), (1,), torch.arange(5).view(1, 1, 5), 2)
     fills = len(sheet._fills) // len(FIELDS)
-    yield (
-        "assemble_slices",
-        assemble_slices,
-        (sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends),
-    )
+    put = [*sheet._fills, *sheet._puts]
+    yield "assemble_slices", assemble_slices, (sheet._sources, put, fills, sheet._ends)
     slabs, base = [torch.randn(4, 2, 2, 5, 4) for _ in range(2)], torch.zeros(2, dtype=torch.long)
     out, slot = torch.empty(2, 2, 15, 4), torch.tensor([7, -1, 2])
     yield "copy_units", copy_units, (out, slabs, base, slot, slab_alignment(slabs))

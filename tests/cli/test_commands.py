@@ -245,13 +245,8 @@ def test_version_and_help(call: Call, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_numbers_of_a_list_stand_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    told = {
-        "by_head": [[1, 0.25], [-1e-09]],
-        "said": ["[\n1\n]", 2],
-        "none": [],
-        "some": [None, 1],
-        "in": [{"x": [3, 4]}],
-    }
+    told = dict(by_head=[[1, 0.25], [-1e-09]], said=["[\n1\n]", 2], none=[], some=[None, 1])
+    told["in"] = [{"x": [3, 4]}]
     print_json(told)
     out = capsys.readouterr().out
     assert json.loads(out) == told

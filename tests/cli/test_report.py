@@ -201,13 +201,7 @@ def test_more_places_than_tokens_are_told_as_copies() -> None:
     fits = {"units": 60.0, "window": 60.0, "resident": 60.0, "let_go": 0.0, "clusters": 0.0, "bytes": 2.0**21}
     told = "all 60 steps of time (frames) fit in the window, nothing was clustered or offloaded; device 2 MiB"
     assert summarize_stream_memory(fits, 2**22) == f"memory: {told}; peak 4 MiB"
-    more = {
-        "units": 90.0,
-        "clusters": 4.0,
-        "host_bytes": 2.0**20,
-        "fetch_needed": 8.0,
-        "prefetch_coverage": 0.5,
-    }
+    more = dict(units=90.0, clusters=4.0, host_bytes=2.0**20, fetch_needed=8.0, prefetch_coverage=0.5)
     told = "60 of 90 steps of time (frames) on the device; device 2 MiB, host 1 MiB"
     prefetched = "50% of what questions copied back was prefetched"
     assert summarize_stream_memory(fits | more, 2**22) == f"memory: {told}; {prefetched}; peak 4 MiB"
@@ -226,13 +220,7 @@ def test_an_ingestion_that_was_cut_is_told_as_the_last() -> None:
 
 
 def test_the_counters_of_a_memory_fit_a_terminal_and_stand_in_groups() -> None:
-    few = {
-        "held": 20.0,
-        "fetch_needed": 3.0,
-        "host_bytes": 2.0**20,
-        "host_seconds_in": 0.25,
-        "questions": 0.0,
-    }
+    few = dict(held=20.0, fetch_needed=3.0, host_bytes=2.0**20, host_seconds_in=0.25, questions=0.0)
     run: dict[str, Any] = {"peak_bytes": 2**21, "kv": few}
     assert memory_lines(run) == [
         "memory: peak 2 MiB, held 20 tokens",

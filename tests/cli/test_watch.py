@@ -34,22 +34,14 @@ from tests.media.films import numbers, write_film
 from tests.spies import refusal
 
 SQUARE = PixelSettings(size={"height": 14, "width": 14}, fps=1000.0)  # every frame
-PATCHES = PixelSettings(
-    size={"shortest_edge": 28 * 28, "longest_edge": 56 * 56},
-    patch_size=14,
-    merge_size=2,
-    temporal_patch_size=2,
-)
+SIZE = {"shortest_edge": 28 * 28, "longest_edge": 56 * 56}
+PATCHES = PixelSettings(size=SIZE, patch_size=14, merge_size=2, temporal_patch_size=2)
 
 
 def look(path: object, pixels: PixelSettings = SQUARE, **how: Any) -> Any:
     with progress_bars() as progress:
-        return read_video(
-            str(path),
-            SimpleNamespace(video=pixels, style=None, own_video_settings=True, tiny=None),
-            progress,
-            **how,
-        )
+        own = SimpleNamespace(video=pixels, style=None, own_video_settings=True, tiny=None)
+        return read_video(str(path), own, progress, **how)
 
 
 def test_a_source_without_an_index_needs_no_option(tmp_path: Path) -> None:

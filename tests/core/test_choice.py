@@ -98,12 +98,8 @@ def test_the_bound_is_what_sparse_may_cost(batch: int) -> None:
 def test_dense_attention_within_a_window_is_cheaper() -> None:
     """A row of dense attention sees the sinks and the window, or what there is; the pattern must beat that."""
     nothing = torch.empty(0)
-    for rows, keys, sinks, window in (
-        (300, 300, 4, 100),
-        (200, 300, 30, 120),
-        (50, 300, 0, 100),
-        (64, 300, 9, 400),
-    ):
+    cases = (300, 300, 4, 100), (200, 300, 30, 120), (50, 300, 0, 100), (64, 300, 9, 400)
+    for rows, keys, sinks, window in cases:
         seen = sum(min(column + 1, sinks + window) for column in range(keys - rows, keys))
         view = KVView(nothing, nothing, None, sinks, window)
         for price, pays in ((seen - 1, True), (seen + 1, False)):

@@ -233,12 +233,8 @@ def test_the_first_token_is_shown_before_its_draft_hears_of_it() -> None:
         shown += len(new)
         said.append(("shown", len(new)))
 
-    run(
-        bigram_rule(torch.eye(5).roll(1, 1)),
-        Heard(lambda tokens: Proposal(torch.tensor(counting(tokens)))),
-        limit(12),
-        emit=emit,
-    )
+    draft = Heard(lambda tokens: Proposal(torch.tensor(counting(tokens))))
+    run(bigram_rule(torch.eye(5).roll(1, 1)), draft, limit(12), emit=emit)
     assert said[:2] == [("shown", 1), ("heard", 1)] and shown == 12 - len(START)
     assert [who for who, _ in said[2:4]] == ["heard", "shown"]
 

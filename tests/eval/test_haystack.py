@@ -84,18 +84,11 @@ def test_minference_keeps_what_its_released_code_keeps() -> None:
 
 def test_ours_less_something() -> None:
     own = {0: {0: {"name": "k_boundary", "text": {"name": "a_shape", "sink": 10, "window": 40}}}}
-    bare = {
-        0: {
-            0: {"name": "a_shape", "block": 64, "sink": 10, "window": 40},
-            1: {"name": "grid", "vertical": True},
-        }
-    }
+    shape = {"name": "a_shape", "block": 64, "sink": 10, "window": 40}
+    bare = {0: {0: shape, 1: {"name": "grid", "vertical": True}}}
     made = ablated(own, bare, 64, 32)
-    assert {name: rival.budget for name, rival in made.items()} == {
-        "without_boundaries": True,
-        "without_tail": False,
-        "without_both": True,
-    }
+    budgets = {name: rival.budget for name, rival in made.items()}
+    assert budgets == {"without_boundaries": True, "without_tail": False, "without_both": True}
     grown = made["without_boundaries"].make(2.0)
     assert grown["dense_tail"] == 32 and made["without_both"].make(2.0) == {**grown, "dense_tail": 0}
     assert grown["sparse"]["table"][0] == {

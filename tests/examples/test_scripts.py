@@ -180,13 +180,8 @@ def test_it_says_what_their_code_says(adapter: ModuleType, remote: Any) -> None:
     model, inputs = adapter.wrap(remote), adapter.prompt(remote, ids, video)
     start = inputs["input_ids"].shape[1]
     assert start == 13 + 4 * 40 + 1
-    for recipe in (
-        None,
-        {},
-        {"chunk": 64},
-        {"draft": "prompt_lookup"},
-        {"kv": {"name": "window", "window": 999}},
-    ):
+    window = {"kv": {"name": "window", "window": 999}}
+    for recipe in (None, {}, {"chunk": 64}, {"draft": "prompt_lookup"}, window):
         if recipe is None:
             assert torch.equal(model.generate(**inputs, **TOLD)[:, start:], want)
             continue

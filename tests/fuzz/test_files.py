@@ -85,12 +85,7 @@ def recipe(chance: random.Random, folder: Path) -> Case:
     return lambda: repr(Recipe.load(path))
 
 
-HEAD = {
-    "kind": "no_boundary",
-    "pattern": {"name": "a_shape", "sink": 16, "window": 128},
-    "errors": {},
-    "score": 0.1,
-}
+HEAD = dict(kind="no_boundary", pattern=dict(name="a_shape", sink=16, window=128), errors={}, score=0.1)
 TABLE = {
     "kind": "mmaccel heads", "schema": 1, "block": 64, "context": 600, "sample": {"tokens": 600},
     "model": {"type": "llava_onevision", "layers": 2, "heads": 2}, "layers": [[HEAD, HEAD], [HEAD, HEAD]],
@@ -317,13 +312,7 @@ def test_templates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.1 < try_here(template) < 0.9
 
 
-VIDEOS = (
-    ("a.mp4", "libx264"),
-    ("a.mkv", "libx264"),
-    ("a.ts", "mpeg2video"),
-    ("a.avi", "mjpeg"),
-    ("a.gif", "gif"),
-)
+VIDEOS = {"a.mp4": "libx264", "a.mkv": "libx264", "a.ts": "mpeg2video", "a.avi": "mjpeg", "a.gif": "gif"}
 IMAGES = ("a.png", "a.jpg", "a.webp", "a.bmp", "a.tiff", "a.ico", "a.eps", "a.pcx", "a.tga")
 TEXTS = (
     b"", b"\0" * 4096, b"ffconcat version 1.0\nfile a.mp4\n", b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n",
@@ -345,13 +334,13 @@ def file(chance: random.Random, folder: Path) -> Case:
     whole = folder / "whole"
     if not whole.exists():
         whole.mkdir()
-        for name, codec in VIDEOS:
+        for name, codec in VIDEOS.items():
             pixels = {"gif": "rgb8", "mjpeg": "yuvj420p"}.get(codec, "yuv420p")
             write_film(whole / name, 12, codec=codec, pixels=pixels)
         for name in IMAGES:
             PIL.Image.effect_noise((48, 32), 60).convert("RGB").save(whole / name)
         os.mkfifo(folder / "pipe.mp4")
-    name = chance.choice((chance.choice(VIDEOS)[0], chance.choice(IMAGES)))
+    name = chance.choice((chance.choice([*VIDEOS]), chance.choice(IMAGES)))
     path, way = folder / name, chance.randrange(10)
     data = (whole / name).read_bytes()
     path.write_bytes(

@@ -142,11 +142,8 @@ def damaged(chance: random.Random, data: bytes) -> bytes:
         elif way == 4:
             data = data[:at] + data[max(0, at - 64) : at] * chance.choice((1, 50)) + data[at:]
         else:
-            data = (
-                data[:at]
-                + chance.choice((b"\0" * 8, b"\xff" * 8, b"\xff\xfe", b"\xef\xbb\xbf"))
-                + data[at + 8 :]
-            )
+            put = chance.choice((b"\0" * 8, b"\xff" * 8, b"\xff\xfe", b"\xef\xbb\xbf"))
+            data = data[:at] + put + data[at + 8 :]
     return data
 
 

@@ -28,14 +28,9 @@ SEEDS = (3, 4, 6)
 
 def harness(folder: Path) -> dict[str, str]:
     """The environment in which the harness runs: without a network, its videos below `folder`."""
-    settings = {
-        "HF_HOME": str(folder),
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    settings = {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     paths = os.pathsep.join([str(ROOT), str(ROOT / "lab"), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, **settings, "PYTHONPATH": paths}
+    return {**os.environ, **settings, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
 
 
 def judge(folder: Path, tasks: str, model_args: str) -> tuple[int, str]:

@@ -86,11 +86,8 @@ def test_a_damaged_image_and_one_that_another_program_would_draw(tmp_path: Path)
 
 
 def test_names_that_no_file_has(tmp_path: Path) -> None:
-    for name, told in (
-        ("clip.mp4\0", "null byte"),
-        ("/dev/zero", "is a device: name its format"),
-        ("", "no file"),
-    ):
+    names = {"clip.mp4\0": "null byte", "/dev/zero": "is a device: name its format", "": "no file"}
+    for name, told in names.items():
         assert re.search(told, refusal(lambda name=name: media.read(name), VideoError))
 
 

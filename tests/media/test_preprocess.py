@@ -220,13 +220,8 @@ def test_wrong_settings_and_inputs_are_told(wrong: Any, told: str) -> None:
 
 def test_what_counts_as_a_video_or_an_image(tmp_path: Any) -> None:
     frames = noise(2, 3, 20, 30)
-    for given_ in (
-        frames,
-        frames.numpy(),
-        frames.permute(0, 2, 3, 1),
-        list(frames),
-        [as_pil(frame) for frame in frames],
-    ):
+    pictures = [as_pil(frame) for frame in frames]
+    for given_ in (frames, frames.numpy(), frames.permute(0, 2, 3, 1), list(frames), pictures):
         assert torch.equal(load_frames(given_, 2.0)[0], frames) and load_frames(given_, 2.0)[1] == 2.0
     assert torch.equal(load_frames(frames[:, :1])[0], frames[:, :1].expand(-1, 3, -1, -1))
     image = frames[0]

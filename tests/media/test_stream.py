@@ -54,13 +54,8 @@ def test_clips_are_the_frames_of_the_whole(film: Film) -> None:
     assert {(part.fps, part.source_fps) for part in parts} == {(4.0, 10.0)}
     assert [part.duration for part in parts] == [1.75, 1.75, 1.75, 0.75]
     seen: list[tuple[int, int | None]] = []
-    parts = media.clips(
-        film(),
-        fps=1,
-        frames_per_clip=4,
-        size=(20, 30),
-        progress=lambda done, total: seen.append((done, total)),
-    )
+    how = dict(fps=1, frames_per_clip=4, size=(20, 30))
+    parts = media.clips(film(), **how, progress=lambda done, total: seen.append((done, total)))
     assert [tuple(part.frames.shape) for part in parts] == [(4, 3, 20, 30), (2, 3, 20, 30)]
     assert seen == [(k, None) for k in range(1, 7)]
 

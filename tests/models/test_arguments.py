@@ -239,16 +239,12 @@ def of_forward(family: str) -> set[str]:
 @pytest.fixture(scope="module")
 def models():
     """Family -> the plain model, and one under each recipe; all with the same weights."""
-    made = {}
+    made, handles = {}, []
     for family, build in BUILD.items():
         plain = build()
         plain.set_attn_implementation("eager")
         made[family] = {"plain": plain, **{name: copy.deepcopy(plain) for name in RECIPES}}
-    handles = [
-        mmaccel.accelerate(made[family][name], **recipe)
-        for family in made
-        for name, recipe in RECIPES.items()
-    ]
+        handles += [mmaccel.accelerate(made[family][name], **recipe) for name, recipe in RECIPES.items()]
     yield made
     for handle in handles:
         handle.detach()

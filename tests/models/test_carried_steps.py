@@ -140,11 +140,8 @@ def test_a_slot_is_given_to_the_next_sequence() -> None:
     modules = [*adapter_for(model_of("qwen3_5")).recurrent_layers(model_of("qwen3_5")).values()]  # type: ignore[attr-defined]
     slots = StateSlots(modules)
     one, other = ([RecurrentCacheLayer(module) for module in modules] for _ in range(2))
-    assert [slots.begin_step(some, 2) for some in (one, other, one)] == [
-        (0, 0, 0, 0),
-        (0, 0, 0, 1),
-        (2, 0, 2, 0),
-    ]
+    begun = [slots.begin_step(some, 2) for some in (one, other, one)]
+    assert begun == [(0, 0, 0, 0), (0, 0, 0, 1), (2, 0, 2, 0)]
     assert len(slots.owners) == 2
     for layer in one:
         layer.move_out_of_slot()  # a pass of the model comes

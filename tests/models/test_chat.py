@@ -91,12 +91,8 @@ def test_frames_are_taken_evenly_of_whatever_a_video_is(folder: Path, tmp_path: 
     path = write_film(tmp_path / "film.mp4", 12)
     film = media.read(path)
     wanted = processor.chat("What ?", videos=media.read(path, frames=4))
-    for given, rate in (
-        (str(path), None),
-        (film, None),
-        (film.frames, film.fps),
-        (list(film.frames), film.fps),
-    ):
+    frames = film.frames
+    for given, rate in ((str(path), None), (film, None), (frames, film.fps), (list(frames), film.fps)):
         found = processor.chat("What ?", videos=given, frames=4, fps=rate)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -227,14 +227,7 @@ def test_a_model_of_other_layers_is_refused(kind: str) -> None:
 
 
 def test_a_time_has_five_characters() -> None:
-    times = {
-        0.0: "0.000",
-        9.25: "9.250",
-        12.5: "12.50",
-        100.0: "100.0",
-        999.96: "1000.",
-        1234.5: "1234.",
-        86400.0: "86400",
-    }
+    times = {0.0: "0.000", 9.25: "9.250", 12.5: "12.50", 100.0: "100.0"}
+    times |= {999.96: "1000.", 1234.5: "1234.", 86400.0: "86400"}
     assert {time: format_time(time) for time in times} == times
     assert all(len(format_time(time)) == 5 for time in (9.99996, 99.9996, 99999.7, 1e5, 123456.7))

@@ -234,12 +234,8 @@ def test_a_prompt_in_chunks_keeps_the_hidden_state_that_is_read(family, monkeypa
     verify more tokens than a chunk has."""
     name, model = family
     inputs, told = prompt(name, PROMPTS["long"]), {"max_new_tokens": 80, "do_sample": False}
-    plain, whole, made, join = (
-        model.generate(**inputs, **told),
-        logits(model, inputs),
-        [],
-        hf.join_chunk_outputs,
-    )
+    plain, whole = model.generate(**inputs, **told), logits(model, inputs)
+    made, join = [], hf.join_chunk_outputs
     twin = copy.deepcopy(model)
     monkeypatch.setattr(hf, "join_chunk_outputs", lambda *given: made.append(join(*given)) or made[-1])
     draft = {"name": "sequential", "model": twin, "window": 70}

@@ -184,11 +184,8 @@ def test_the_processor_goes_by_the_ids_alone(library: Any) -> None:
     """Asked about prefixes in any order, also behind what is refused, it says of each what a fresh one says."""
     model, processor = pair("tiny-ov")
     said = json.dumps({"colour": "red", "seen": True, "times": [1, 2]})
-    ids = [
-        token
-        for char in said
-        for token in processor.tokenizer.convert_tokens_to_ids([char.replace(" ", "Ġ")])
-    ]
+    tokens_of = processor.tokenizer.convert_tokens_to_ids
+    ids = [token for char in said for token in tokens_of([char.replace(" ", "Ġ")])]
     parts = model, processor.tokenizer, SCHEMA, {2}, 3
     one, scores = build_schema_logits_processor(*parts), torch.zeros(1, 512)
     prompt = [5, 6, 7]

@@ -84,11 +84,8 @@ class Often:
 
     def __init__(self, session: mmaccel.VideoSession, frames: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.session, self.turns = session, session._stream_adapter.turns
-        self.frames, self.yield_lock, self.ways = (
-            frame_by_frame(session, frames),
-            self.turns.yield_lock,
-            [0, 0],
-        )
+        self.frames, self.ways = frame_by_frame(session, frames), [0, 0]
+        self.yield_lock = self.turns.yield_lock
         monkeypatch.setattr(self.turns, "yield_lock", self.meet)
 
     def meet(self, inside: bool = False) -> None:

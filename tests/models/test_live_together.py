@@ -294,12 +294,7 @@ def test_frames_and_questions_come_meanwhile(kv: str) -> None:
 
 def test_questions_with_settings_stretches_and_faults() -> None:
     with opened("random-ov", MEMORIES["rekv"], 0) as session:
-        how: list[dict[str, Any]] = [
-            {},
-            {"do_sample": True, "seed": 3},
-            {"between": (1.0, 2.5)},
-            {"evidence": False},
-        ]
+        how: list[Any] = [{}, {"do_sample": True, "seed": 3}, {"between": (1.0, 2.5)}, {"evidence": False}]
         alone = [told(session.ask(QUESTION, TOKENS, **one)) for one in how]
         session.tell("red star", 1.0)
         lines = told(session.ask(QUESTION, TOKENS))

@@ -281,12 +281,8 @@ def test_a_later_turn_counts_its_own_events_and_says_when_the_pattern_acted(fram
     model, processor = pair("random-ov")
     how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     told, cache, ids = [], None, filmed("random-ov", frames)["input_ids"]
-    choices: dict[str, Any] = {
-        "kv": TIGHT["mosaic"],
-        "sparse": FEW["a_shape"],
-        "draft": Sequential(model=model),
-    }
-    with mmaccel.accelerate(model, **choices, backend="reference") as fast:
+    choices: dict[str, Any] = {"kv": TIGHT["mosaic"], "sparse": FEW["a_shape"], "backend": "reference"}
+    with mmaccel.accelerate(model, **choices, draft=Sequential(model=model)) as fast:
         for number in range(3):
             given = {"input_ids": ids} if number else filmed("random-ov", frames)
             out = fast.generate(**given, **how, past_key_values=cache)

@@ -384,12 +384,8 @@ def test_what_chooses_by_all_heads_or_by_the_clock_is_refused_in_a_sentence(ran:
         "another prune, or load the model without distributed_config."
     )
     assert told["mosaic"].startswith("kv 'mosaic': it chooses frames by the keys of all heads")
-    declared = {
-        name
-        for kind in BASES
-        for name, cls in registry(kind).items()
-        if getattr(cls, "no_tensor_parallel", None)
-    }
+    every = [one for kind in BASES for one in registry(kind).items()]
+    declared = {name for name, cls in every if getattr(cls, "no_tensor_parallel", None)}
     assert {*told, "attention"} == declared
 
 

@@ -57,11 +57,8 @@ def sharp(name: str) -> tuple[Any, Any]:
     torch.manual_seed(3)
     for layer in model.model.language_model.layers:
         own = layer.self_attn
-        for size, *some in (
-            (3, own.q_proj, own.k_proj),
-            (8, own.v_proj, own.o_proj),
-            (1, *layer.mlp.children()),
-        ):
+        rows = (3, own.q_proj, own.k_proj), (8, own.v_proj, own.o_proj), (1, *layer.mlp.children())
+        for size, *some in rows:
             for linear in some:
                 if isinstance(linear, torch.nn.Linear):
                     linear.weight.data = size * torch.randn_like(linear.weight) * linear.in_features**-0.5

@@ -203,12 +203,8 @@ def test_a_warning_names_the_line_that_called(name: str) -> None:
 
 DRAFT = {"name": "prompt_lookup", "in_batches": "always"}
 FULL = {"sparse": {"name": "a_shape", "sink": 512, "window": 512}}
-RECIPES = {
-    "dense": {},
-    "full budget": FULL,
-    "chunks": {"chunk": 64},
-    "window": {"kv": {"name": "window", "window": 512}},
-}
+WIDE = {"kv": {"name": "window", "window": 512}}
+RECIPES = {"dense": {}, "full budget": FULL, "chunks": {"chunk": 64}, "window": WIDE}
 CALL = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
 
 

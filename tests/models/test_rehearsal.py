@@ -251,12 +251,8 @@ def test_sessions_run_on_a_loaded_model(family: str, kind: str, monkeypatch, tmp
     surplus = found.sessions[way]
     assert rates.predict_plane_seconds(surplus.read, sizes.layers, 24) > 0, "random-ov on a CPU is no H100"
     assert len(surplus.first) == (1 if kind == "call" else rehearsal.FIRST)
-    assert (
-        CostFile(store.path, rates.MeasuredOverhead.from_dict).get(
-            next(iter(json.loads(store.path.read_text())))
-        )
-        == surplus
-    )
+    stored = CostFile(store.path, rates.MeasuredOverhead.from_dict)
+    assert stored.get(next(iter(json.loads(store.path.read_text())))) == surplus
 
 
 def test_what_is_run_is_what_would_be_recommended() -> None:

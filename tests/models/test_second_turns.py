@@ -343,11 +343,8 @@ def test_a_pruner_of_the_target_says_that_it_leaves_a_later_video(family) -> Non
         with mmaccel.accelerate(model, prune=prune, draft=draft) as fast:
             answers, reports = talk(fast, name, TURNS["video"])
         told.append([one.tolist() for one in answers])
-        assert [any("of this turn whole" in note for note in one.notes) for one in reports] == [
-            False,
-            True,
-            False,
-        ]
+        whole = [any("of this turn whole" in note for note in one.notes) for one in reports]
+        assert whole == [False, True, False]
         assert reports[0].kv["visual from layer 1"] == int(0.3 * reports[0].kv["visual"]) > 0
     assert told[0] == told[1]
     with mmaccel.accelerate(model, prune=prune) as fast, pytest.warns(MmaccelWarning, match="of this turn"):

@@ -243,11 +243,7 @@ def test_a_timeout_is_a_positive_number(timeout: Any) -> None:
                 call()
 
 
-FIELDS = {
-    "mosaic": {"frames": 16, "window": 16},
-    "rekv": {"frames": 16, "window": 16},
-    "livevlm": {"frames": 16},
-}
+FIELDS = {"livevlm": {"frames": 16}, **{kv: {"frames": 16, "window": 16} for kv in ("mosaic", "rekv")}}
 WHOLE = every_stream()
 
 

@@ -283,12 +283,8 @@ def test_an_ingestion_reads_of_the_first_device_alone(monkeypatch: pytest.Monkey
     def fact(layout: TokenLayout, name: Any, read: Any) -> Any:
         return known(layout, name, lambda: (reads.append((name, at[0])), read())[1])
 
-    recipe = {
-        "kv": KV["mosaic"],
-        "sparse": {"name": "grid", "block": 16},
-        "backend": "reference",
-        "chunk": 64,
-    }
+    grid = {"name": "grid", "block": 16}
+    recipe = {"kv": KV["mosaic"], "sparse": grid, "backend": "reference", "chunk": 64}
     with mmaccel.VideoSession(spread, processor, recipe) as session:
         session.watch(film(2), fps=FPS)
         state: Any = session._live.state  # type: ignore[union-attr]

@@ -58,13 +58,7 @@ def kept(session: mmaccel.VideoSession) -> dict[str, Any]:
     picked = (
         [number for number, _ in live.state.choose_units({})] if hasattr(live.state, "choose_units") else []
     )
-    return {
-        **told,
-        "spans": list(live.info.spans),
-        "columns": columns,
-        "picked": picked,
-        "shown": session.shown,
-    }
+    return told | dict(spans=list(live.info.spans), columns=columns, picked=picked, shown=session.shown)
 
 
 @crossed(kv=NAMES, name=["random-ov", "random-qwen"])

@@ -79,13 +79,8 @@ def test_template_is_what_training_writes(name):
         shown = "".join(f"<{n}.0 seconds>{around}" for n in range(3))
     ids = _ids(dialect.tokenizer, text.replace(video, shown))
     laid, *_ = dialect.lay(dialect.spans([("video", 0, 3)]), 1.0)
-    parts = [
-        laid,
-        dialect.encode("what colour was the star ?"),
-        dialect.closing,
-        dialect.encode("red"),
-        [dialect.end],
-    ]
+    parts = [laid, dialect.encode("what colour was the star ?"), dialect.closing]
+    parts += [dialect.encode("red"), [dialect.end]]
     parts += [dialect.turn, dialect.encode("how many cards were shown ?"), dialect.closing]
     assert ids == [int(token) for part in parts for token in part]
 

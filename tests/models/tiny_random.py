@@ -86,11 +86,8 @@ def batch(kind: str, prompts: list[dict[str, torch.Tensor]]) -> dict[str, torch.
 def next_turn(first: Any, more: torch.Tensor) -> dict[str, Any]:
     """What `generate` is given for `more` [B, n] after what it gave, on the cache that it left."""
     ids = torch.cat([first.sequences, more], 1)
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "past_key_values": first.past_key_values,
-    }
+    mask = torch.ones_like(ids)
+    return {"input_ids": ids, "attention_mask": mask, "past_key_values": first.past_key_values}
 
 
 CLOSE = [("image",), ("text", 1), ("image",)]

@@ -176,11 +176,8 @@ def test_a_body_may_not_be_too_large_whatever_it_tells(served: Served) -> None:
         try:
             status = client.post(CHAT, content=endless(), headers=head).status_code
         except Exception as error:  # the server hangs up on who goes on sending
-            assert (
-                "rite" in type(error).__name__
-                or "emote" in type(error).__name__
-                or "ead" in type(error).__name__
-            )
+            name = type(error).__name__.lower()
+            assert any(word in name for word in ("write", "remote", "read"))
             status = 413
         assert status == 413
         assert client.get("/health").status_code == 200

@@ -82,14 +82,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """A page of a fresh chromium with a camera that is not there, and no way to the internet."""
     assert CHROMIUM is not None
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1180,900", "--no-first-run"]
-    flags += [
-        "--use-fake-device-for-media-stream",
-        "--use-fake-ui-for-media-stream",
-        "--disable-dev-shm-usage",
-    ]
+    flags += ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
     folder = tmp_path_factory.mktemp("browser")
     flags += ["--remote-debugging-port=0", f"--user-data-dir={folder}", "--disable-background-networking"]
-    flags += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+    flags += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--disable-dev-shm-usage"]
     with subprocess.Popen([CHROMIUM, *flags, "about:blank"], stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -51,14 +51,8 @@ REASONS = {
 """The five reasons for which an accelerated model may fail a test that the plain one passes, and what tells them: a part of
 the test's name or of what it raised."""
 
-_DRAFTED = {
-    "assistant_model",
-    "input_ids",
-    "inputs_embeds",
-    "num_beams",
-    "output_attentions",
-    "past_key_values",
-}
+_DRAFTED = {"assistant_model", "input_ids", "inputs_embeds", "num_beams"}
+_DRAFTED |= {"output_attentions", "past_key_values"}
 
 IMPOSSIBLE: dict[str, set[str]] = {
     "dense": set(),

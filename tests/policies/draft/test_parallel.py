@@ -190,12 +190,8 @@ def test_a_draft_that_is_late_changes_no_token(seed: int, window: int) -> None:
     target, stop = bigram_rule(table), limit(40)
     engine = Sluggish(DraftDecoder(ToyRunner(bigram_rule(other)), "cpu", 5), random.Random(seed))
     choice = Parallel(model=ToyModel(bigram_rule(other), 5), window=window, process=False)
-    ids, _, meter = run(
-        target,
-        ParallelDraftState(engine, choice, [torch.device("cpu")], 5),
-        stop,
-        toy_prompt([1], max_new_tokens=39),
-    )
+    draft = ParallelDraftState(engine, choice, [torch.device("cpu")], 5)
+    ids, _, meter = run(target, draft, stop, toy_prompt([1], max_new_tokens=39))
     assert ids == decode_greedily(target, [1], stop) and not meter.failures
 
 

@@ -92,13 +92,8 @@ def test_what_another_sends_next_does_not_end_the_process(worker: Worker, monkey
 
     worker.send_in_background(END, 0, blob=list)
     with monkeypatch.context() as patched:
-        heard(
-            patched,
-            AsyncSender,
-            "wait",
-            lambda *_: worker.send_in_background(END, 0, blob=another),
-            after=True,
-        )
+        send = worker.send_in_background
+        heard(patched, AsyncSender, "wait", lambda *_: send(END, 0, blob=another), after=True)
         worker.wait_until_sent(5.0)
     assert worker.alive and worker._outbox.is_sending
     going.set()
@@ -150,13 +145,7 @@ def test_a_turn_from_which_nothing_goes_on_is_freed(worker: Worker) -> None:
         engine, turn = RemoteDrafter(worker, 10), RemoteTurn(worker, 1 << 40, ids)
         assert engine.continues_from(turn, torch.arange(6), past)
         with pytest.MonkeyPatch.context() as patch, suppress(RuntimeError):
-            broken(
-                patch,
-                AsyncSender,
-                "put",
-                RuntimeError("can't start new thread"),
-                lambda *_, fails=fails: fails,
-            )
+            broken(patch, AsyncSender, "put", RuntimeError("no new thread"), lambda *_, fails=fails: fails)
             engine.begin({"input_ids": torch.arange(6)[None]}, None, True, False, 0)
         engine.close()
         del engine, turn

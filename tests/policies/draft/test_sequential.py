@@ -38,16 +38,7 @@ from tests.core.toy import (
 from .test_parallel import V, pipeline, sampled
 
 
-def run(
-    rule: Rule,
-    small: Rule,
-    said: Prompt,
-    length: int,
-    window: int,
-    vocab: int,
-    theirs: int = 0,
-    **more: float,
-) -> tuple:
+def run(rule: Rule, small: Rule, said: Prompt, length, window, vocab, theirs=0, **more: float) -> tuple:
     model = ToyModel(small, theirs or vocab)
     draft = Sequential(model=model, window=window, **more).open(toy_view(rule, vocab))
     ids, _, meter = core.run(rule, draft, limit(length), said)

@@ -111,11 +111,7 @@ def watch(state: TokenMemory, count: int, step: int = 8, proxy: bool = False) ->
     for first, n, rows in passes(state, count, step, raw):
         yield run(state, StreamPass(kind="units", rows=n * TOKENS, first=first, count=n), rows)
         if proxy:
-            run(
-                state,
-                StreamPass(kind="proxy", rows=2),
-                lambda layer, first=first: words(layer, 2, state.units()),
-            )
+            run(state, StreamPass(kind="proxy", rows=2), lambda layer: words(layer, 2, state.units()))
 
 
 def watched(state: TokenMemory, count: int, step: int = 8, proxy: bool = False) -> TokenMemory:

@@ -291,11 +291,8 @@ def test_visionzip_reads_the_vision_tower(family: str, model: Any, plain: Any, k
     (stage,) = pruner.pruning_stages(6)
 
     def cut(told: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        given = {
-            "hidden": told["start"][None],
-            "vision_attention": signals[:, 0],
-            "vision_key": signals[:, 1:],
-        }
+        given = {"hidden": told["start"][None]}
+        given |= {"vision_attention": signals[:, 0], "vision_key": signals[:, 1:]}
         kept = pruner.prune(given, layout, stage)
         return kept.columns, kept.states
 

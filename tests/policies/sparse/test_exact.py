@@ -128,13 +128,8 @@ def test_grid(scene: Scene, lines: dict, strides: dict, how: dict, near: dict) -
 
 def test_a_short_prompt_and_a_frameless_one_are_served_beside_a_video() -> None:
     """Each sequence of a batch has the grid it can have: one is dense, one searched, one of frames."""
-    scene = Scene(
-        (
-            sequence([(TEXT, [4]), (VIDEO, [9] * 30), (TEXT, [6])]),
-            sequence([(TEXT, [240])]),
-            sequence([(TEXT, [20])]),
-        )
-    )
+    parts = [(TEXT, [4]), (VIDEO, [9] * 30), (TEXT, [6])], [(TEXT, [240])], [(TEXT, [20])]
+    scene = Scene(tuple(map(sequence, parts)))
     pattern = Grid(min_stride=8, block=16)
     got = scene.mask(pattern)
     share = got.sum((2, 3)) / [[masks.causal(s).sum()] for s in scene.sequences]
@@ -331,11 +326,8 @@ def test_patterns_of_the_layout_alone_are_planned_and_joined_once() -> None:
     assert asked.plan(query, key, layout, layout) is not asked.plan(query, key, layout, layout)
     # Another recipe, number of heads or prompt has a plan of its own, which is right.
     wider = QBoundary(text=near, video=AShape(sink=4, window=32, block=16), block=16)
-    for pattern, q, one in (
-        (wider, query, layout),
-        (fixed, query[:, :1], layout),
-        (fixed, query, scene.layout()),
-    ):
+    fresh = scene.layout()
+    for pattern, q, one in ((wider, query, layout), (fixed, query[:, :1], layout), (fixed, query, fresh)):
         plan = pattern.plan(q, key, one, one)
         assert plan is not None and plan is not first
         out, _ = attend_plan(plan, q, key, value, 0.3, reference.op)

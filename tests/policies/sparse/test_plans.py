@@ -348,12 +348,9 @@ def test_a_window_that_shows_all_is_none_and_what_cannot_be_narrowed_is_refused(
     extra = with_extras(plan, 2, 16, 3)
     with pytest.raises(RecipeError, match="stand for many and have no column"):
         extra.limit_to_window(4, 20)
-    biased = replace(
-        extra,
-        parts=tuple(
-            replace(part, spans=tuple(s for s in part.spans if s.key is None)) for part in extra.parts
-        ),
-    )
+    own = [tuple(span for span in part.spans if span.key is None) for part in extra.parts]
+    parts = tuple(replace(part, spans=spans) for part, spans in zip(extra.parts, own, strict=True))
+    biased = replace(extra, parts=parts)
     assert any(span.bias is not None for part in biased.parts for span in part.spans)
     mask = window_mask(biased, 4, 20)
     assert torch.equal(biased.limit_to_window(4, 20).to_bias(), biased.to_bias() * mask)

@@ -269,12 +269,8 @@ def test_a_closed_store_holds_and_serves_nothing() -> None:
     store.close()
     counted = store.counters()
     assert counted["units"] == counted["host_bytes"] == counted["index_bytes"] == 0 and counted["puts"] == 3
-    for call in (
-        lambda: store.fetch(0, [0]),
-        lambda: fill(store, [1]),
-        lambda: store.make_room_for(1),
-        store.wait_for_copies,
-    ):
+    calls = lambda: store.fetch(0, [0]), lambda: fill(store, [1]), lambda: store.make_room_for(1)
+    for call in (*calls, store.wait_for_copies):
         with pytest.raises(StoreError, match="it is closed; open another"):
             call()
 

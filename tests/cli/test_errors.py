@@ -19,12 +19,30 @@ from tests.spies import broken
 WHOLE = "watch CLIP --recipe full"
 HAYSTACK = "eval haystack --model OV"
 RECOMMEND = "recommend --minutes 60 --questions 5 --device h200 --host-memory 64GB"
-ERRORS: dict[str, str] = {
+ASK = "ask CLIP hi --model OV --recipe"
+EVALS = ("needle", "caption", "table", "haystack")
+LOADED: dict[str, str] = {
     "ask none.mp4 hi --model OV": "there is no file none.mp4",
     "ask none.mp4 hi --model tiny-ov": "there is no file none.mp4",
     "watch none.mp4 --model tiny-ov": "there is no file none.mp4",
     "ask FOLDER/notes.mp4 hi --model OV": "notes.mp4",
     "ask FOLDER hi --model OV": "is a folder, not a video",
+    "watch CLIP --model tiny-qwe": "did you mean 'tiny-qwen'?",
+    "search tiny-qwe --video CLIP --out t.json": "mean 'tiny-qwen'?",
+    "search OV --video none.mp4 --out FOLDER/t.json": "there is no file none.mp4",
+    "ask CLIP hi --model OV --fps 1 --frames 3": "give one or the other",
+    "ask CLIP hi --model OV --frames 0": "--frames 0 must be at least 1",
+    "ask CLIP hi --model OV --fps -1": "--fps -1.0 must be a positive number",
+    "watch CLIP --model OV --fps 900 --question hi": "--fps: 900 is more than the",
+    "ask CLIP 'what ?' --model OV --fps 1e9": "--fps 1e+09 is more than the 240 frames a second that can be read of",
+    "ask CLIP 'what ?' --model OV --timeout 0": "--timeout 0 must be",
+    "ask '' 'what ?' --model OV": "check the path.",
+    "eval caption --model OV --words 2": "max_words must be 17 or more",
+    "watch CLIP --model OV --fps 0": "must be a positive number",
+}
+"""Errors that come when a processor is loaded or later; those of the other table come before."""
+
+UNLOADED: dict[str, str] = {
     "ask CLIP": "Missing argument",
     "ask CLIP ' ' --model OV": "the question is empty; ask something.",
     "ask CLIP hi --model OV --recipe no.yaml": "there is no file 'no.yaml'",
@@ -38,9 +56,6 @@ ERRORS: dict[str, str] = {
     "caption CLIP --recipe std --model tiny-qwe": "mean 'tiny-qwen'?",
     "caption CLIP --model OV --recipe dense": "drafts nothing",
     "caption CLIP --model OV --frames 2": "give the draft model's folder",
-    "watch CLIP --model tiny-qwe": "did you mean 'tiny-qwen'?",
-    "search tiny-qwe --video CLIP --out t.json": "mean 'tiny-qwen'?",
-    "search OV --video none.mp4 --out FOLDER/t.json": "there is no file none.mp4",
     "search OV --video CLIP --out FOLDER/no/t.json": "does not exist; create it first.",
     "search OV --video CLIP --out FOLDER/t.json --boundaries q": "unknown boundary type",
     "search OV --video CLIP --out FOLDER/t.json --backend fast": "unknown backend",
@@ -53,9 +68,6 @@ ERRORS: dict[str, str] = {
     "ask CLIP hi --model OV --device moon": "'moon' is not a device",
     "ask CLIP hi --model OV --device cuda:99": "cuda:99 is not there",
     "ask CLIP hi --model OV --dtype int8": "unknown dtype 'int8'",
-    "ask CLIP hi --model OV --fps 1 --frames 3": "give one or the other",
-    "ask CLIP hi --model OV --frames 0": "--frames 0 must be at least 1",
-    "ask CLIP hi --model OV --fps -1": "--fps -1.0 must be a positive number",
     "ask CLIP hi --sparse x": "No such option: --sparse",
     "ponder": "No such command 'ponder'.",
     "describe vertical": "did you mean 'vertical_slash'?",
@@ -71,7 +83,6 @@ ERRORS: dict[str, str] = {
     "demo --kinds ,": "no kind of question is named",
     f"eval needle --seed {2**32}": "seed must lie between 0 and 2147483647",
     f"demo --seed0 {2**31}": "training has seen others",
-    "watch CLIP --model OV --fps 900 --question hi": "--fps: 900 is more than the",
     "watch CLIP --model tiny-ov --recipe sparse_to_dense --question hi": "a VideoSession does not have; set draft to 'off'",
     "watch CLIP --model OV --save CLIP --question hi": "is not a saved session; give another path",
     "ask CLIP hi --model OV --device meta": "'meta' is not a device",
@@ -85,18 +96,13 @@ ERRORS: dict[str, str] = {
     "ask CLIP what colour --model OV": "'what' and 'colour' among them; put it in quotes.",
     "ask CLIP 'what \udcff ?' --model OV": "not UTF-8; write it in UTF-8.",
     "watch CLIP --question 'what ?' --question '\udcff ?'": "--question: '\\udcff ?' has bytes that are not UTF-8",
-    "ask CLIP 'what ?' --model OV --fps 1e9": "--fps 1e+09 is more than the 240 frames a second that can be read of",
-    "ask CLIP 'what ?' --model OV --timeout 0": "--timeout 0 must be",
-    "ask '' 'what ?' --model OV": "check the path.",
     "ask CLIP 'what ?' --recipe FOLDER/a.yaml": "is a folder, not a file",
     "ask CLIP 'what ?' --recipe FOLDER/full.yaml": "kv 'full' has no fields; remove 'frames'",
     "report FOLDER/full.yaml": "give a file of what `mmaccel ask --json` or",
     "ask CLIP 'what ?' --recipe FOLDER/16.yaml": "is not UTF-8 text: line 1 has",
-    "eval caption --model OV --words 2": "max_words must be 17 or more",
     "watch CLIP --model OV --recipe rekw": "rekv",
     "watch CLIP --model OV --load nowhere": "nowhere is not a saved session",
     "watch CLIP --model OV --load nowhere --recipe rekv": "leave --recipe or --load out",
-    "watch CLIP --model OV --fps 0": "must be a positive number",
     "watch CLIP --model OV --question @3": "has no question",
     "watch CLIP --model OV other.mp4": "give one video, not two",
     f"{WHOLE} --keep-seconds 3": "--keep-seconds: kv 'full' lets nothing go",
@@ -124,13 +130,44 @@ ERRORS: dict[str, str] = {
     "serve --files nowhere": "--files: there is no folder nowhere",
     "serve --recipe nothing": "nothing",
     "serve --model tiny-nothing": "tiny-nothing",
+    f"{ASK} gird": "did you mean 'grid'?",
+    f"{ASK} FIELD": "did you mean 'window'?",
+    f"{ASK} PAIR": "prune 'fastv' has compact = True",
+    f"{ASK} BACKEND": "backend 'flash' cannot run on cpu",
+    f"{ASK} searched": "no table is shipped with this model",
+    f"{ASK} LAYER": "there is no layer 40; the model has layers 0 to 2",
+    f"{ASK} PRUNE": "fastv: layer 9 of a model of 3",
+    f"{ASK} DRAFT": "uv: layer 30 and base 1 on a target of 3 layers",
+    f"{ASK} TABLE": "table has layer 8; the model has layers 0 to 2",
+    "draw heads --video CLIP --model OV --out x --layer 9": "--layer: there is no 9",
+    "caption CLIP --model OV --recipe PAIR --draft OV": "prune 'fastv' has compact = True",
+    "demo --model OV --recipe PAIR": "prune 'fastv' has compact = True",
+    **{f"eval {name} --model OV --recipe PAIR": "and kv 'rekv' sets the positions" for name in EVALS},
+    "watch CLIP --model OV --recipe PAIR": "prune 'fastv' has compact = True",
+    "watch CLIP --model OV --recipe gird": (
+        "unknown memory of streams 'gird': there are full, livevlm, mosaic, no_cache, offload, recent, rekv,"
+    ),
+    "draw FOLDER --out pictures": "is not a saved session",
+    "eval stream --model OV --memory rekw": "did you mean 'rekv'?",
+    "eval stream --model OV --memory 'rekv frame=3'": "did you mean 'frames'?",
+    "search OV --out t.json": "--video: name at least one",
+    "search OV --video CLIP --out t.json --backend flash": "backend 'flash' cannot run on cpu",
+    "search OV --video CLIP --out t.json --block 48": "block is 48; give a power of two",
+    "search OV --video CLIP --out FOLDER": "is a folder",
+    "draw heads --model OV --out x": "--video: name at least one",
 }
 
 
-@pytest.mark.parametrize(("line", "words"), ERRORS.items(), ids=ascii)
+@pytest.mark.parametrize(("line", "words"), [*LOADED.items(), *UNLOADED.items()], ids=ascii)
 def test_a_users_error_is_one_sentence(
     line: str, words: str, call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mmaccel.cli import choices
+    from mmaccel.models import loading
+
+    for owner, name in ((loading, "load_model"), (choices, "load_processor")):
+        if line in UNLOADED:
+            broken(monkeypatch, owner, name, AssertionError("something is loaded"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "a.yaml").mkdir()
@@ -138,6 +175,17 @@ def test_a_users_error_is_one_sentence(
     (tmp_path / "notes.mp4").write_text("not a film\n" * 50)
     (tmp_path / "16.yaml").write_text("sparse: a_shape", encoding="utf-16")
     stand = {"CLIP": clip, "OV": ov, "FOLDER": str(tmp_path)}
+    for file, text in (
+        ("FIELD", "sparse: {name: a_shape, windw: 3}"),
+        ("PAIR", "prune: {name: fastv, compact: true}\nkv: rekv"),
+        ("BACKEND", "backend: flash"),
+        ("LAYER", "dense_layers: [0, 40]"),
+        ("PRUNE", "prune: {name: fastv, layer: 9}"),
+        ("DRAFT", f"draft: {{name: parallel, model: {ov}, prune: {{name: uv, layer: 30}}}}"),
+        ("TABLE", "sparse: {name: per_head, table: {8: {0: grid}}}"),
+    ):
+        stand[file] = str(tmp_path / f"{file}.yaml")
+        Path(stand[file]).write_text(text + "\n")
     given = (stand.get(one, one) for one in shlex.split(line))
     err = call.error(*(one.replace("FOLDER/", f"{tmp_path}/") for one in given))
     assert words in err and err.rstrip().endswith((".", "?", ")")) and "Traceback" not in err
@@ -247,62 +295,6 @@ def test_a_command_that_moved_says_where(
     out, err = capsys.readouterr()
     assert (done.value.code, out) == (2, "") and err.count("\n") == 1
     assert f"`mmaccel {name}` is now `mmaccel-lab {name}`" in err and "pip install mmaccel-lab" in err
-
-
-ASK = "ask CLIP hi --model OV --recipe"
-EVALS = ("needle", "caption", "table", "haystack")
-UNLOADED: dict[str, str] = {
-    f"{ASK} gird": "did you mean 'grid'?",
-    f"{ASK} FIELD": "did you mean 'window'?",
-    f"{ASK} PAIR": "prune 'fastv' has compact = True",
-    f"{ASK} BACKEND": "backend 'flash' cannot run on cpu",
-    f"{ASK} searched": "no table is shipped with this model",
-    f"{ASK} LAYER": "there is no layer 40; the model has layers 0 to 2",
-    f"{ASK} PRUNE": "fastv: layer 9 of a model of 3",
-    f"{ASK} DRAFT": "uv: layer 30 and base 1 on a target of 3 layers",
-    f"{ASK} TABLE": "table has layer 8; the model has layers 0 to 2",
-    "draw heads --video CLIP --model OV --out x --layer 9": "--layer: there is no 9",
-    "caption CLIP --model OV --recipe PAIR --draft OV": "prune 'fastv' has compact = True",
-    "demo --model OV --recipe PAIR": "prune 'fastv' has compact = True",
-    **{f"eval {name} --model OV --recipe PAIR": "and kv 'rekv' sets the positions" for name in EVALS},
-    "watch CLIP --model OV --recipe PAIR": "prune 'fastv' has compact = True",
-    "watch CLIP --model OV --recipe gird": (
-        "unknown memory of streams 'gird': there are full, livevlm, mosaic, no_cache, offload, recent, rekv,"
-    ),
-    "draw FOLDER --out pictures": "is not a saved session",
-    "eval stream --model OV --memory rekw": "did you mean 'rekv'?",
-    "eval stream --model OV --memory 'rekv frame=3'": "did you mean 'frames'?",
-    "search OV --out t.json": "--video: name at least one",
-    "search OV --video CLIP --out t.json --backend flash": "backend 'flash' cannot run on cpu",
-    "search OV --video CLIP --out t.json --block 48": "block is 48; give a power of two",
-    "search OV --video CLIP --out FOLDER": "is a folder",
-    "draw heads --model OV --out x": "--video: name at least one",
-}
-
-
-@pytest.mark.parametrize(("line", "words"), UNLOADED.items(), ids=ascii)
-def test_it_is_told_unloaded(
-    line: str, words: str, call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mmaccel.cli import choices
-    from mmaccel.models import loading
-
-    for owner, name in ((loading, "load_model"), (choices, "load_processor")):
-        broken(monkeypatch, owner, name, AssertionError("something is loaded"))
-    monkeypatch.chdir(tmp_path)
-    stand = {"CLIP": clip, "OV": ov, "FOLDER": str(tmp_path)}
-    for file, text in (
-        ("FIELD", "sparse: {name: a_shape, windw: 3}"),
-        ("PAIR", "prune: {name: fastv, compact: true}\nkv: rekv"),
-        ("BACKEND", "backend: flash"),
-        ("LAYER", "dense_layers: [0, 40]"),
-        ("PRUNE", "prune: {name: fastv, layer: 9}"),
-        ("DRAFT", f"draft: {{name: parallel, model: {ov}, prune: {{name: uv, layer: 30}}}}"),
-        ("TABLE", "sparse: {name: per_head, table: {8: {0: grid}}}"),
-    ):
-        stand[file] = str(tmp_path / f"{file}.yaml")
-        Path(stand[file]).write_text(text + "\n")
-    assert words in call.error(*(stand.get(one, one) for one in shlex.split(line)), "--device", "cpu")
 
 
 def test_a_hub_that_is_not_reached_is_no_wrong_name(

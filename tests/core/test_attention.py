@@ -83,14 +83,16 @@ def close(found: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
 
 
+def agrees(at: Layer, inputs: tuple[Tensor, Tensor, Tensor], sees: Tensor, **run: Any) -> None:
+    """A text of N columns is attended to as `sees` [n, N] says."""
+    close(at.attend(TokenLayout.text(1, N), inputs, **run), written_out(*inputs, sees[None]))
+
+
 @pytest.mark.parametrize("tail", [0, 1, 40, N, 4 * N])
 def test_the_last_rows_of_a_prompt_are_dense(tail: int) -> None:
     at, inputs = layer(dense_tail=tail), tensors(N, N)
     late = torch.arange(N)[:, None] >= N - tail
-    close(
-        at.attend(TokenLayout.text(1, N), inputs),
-        written_out(*inputs, (a_shape(N) | (late & causal(N)))[None]),
-    )
+    agrees(at, inputs, a_shape(N) | (late & causal(N)))
 
 
 def test_each_sequence_has_a_tail_of_its_own_behind_padding_on_either_side() -> None:
@@ -143,7 +145,7 @@ def test_what_is_dense_sees_every_column_before_it(
     choices: dict[str, Any], run: dict[str, Any], rows: int
 ) -> None:
     at, inputs = layer(**choices), tensors(rows, N)
-    close(at.attend(TokenLayout.text(1, N), inputs, **run), written_out(*inputs, causal(N)[None, -rows:]))
+    agrees(at, inputs, causal(N)[-rows:], **run)
     # What is decoded or verified is not counted; a dense prompt keeps everything.
     assert at.counted().kept == (None if run else 1.0)
 
@@ -156,10 +158,7 @@ def test_rows_of_a_tree_see_the_prompt_and_their_own_branch() -> None:
     at, inputs = layer(), tensors(4, N)
     run = {"prefill": False, "branches": TokenTree(TREE, torch.tensor([0, 1, 1, 2]))}
     before = torch.ones(4, N - 4, dtype=torch.bool)
-    close(
-        at.attend(TokenLayout.text(1, N), inputs, **run),
-        written_out(*inputs, torch.cat([before, TREE], 1)[None]),
-    )
+    agrees(at, inputs, torch.cat([before, TREE], 1), **run)
 
 
 def test_rows_of_a_tree_see_a_window_from_their_depth() -> None:
@@ -174,10 +173,7 @@ def test_rows_of_a_tree_see_a_window_from_their_depth() -> None:
     before = column[:-4]
     near = (N - 4 + depth)[:, None] - before < 48
     sees = torch.cat([near | (before < 4), TREE], 1)
-    close(
-        at.attend(TokenLayout.text(1, N), (query, key, value), **run),
-        written_out(query, key, value, sees[None]),
-    )
+    agrees(at, (query, key, value), sees, **run)
 
 
 @pytest.mark.parametrize("gone", [0, 30])

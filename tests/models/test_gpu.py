@@ -14,15 +14,13 @@ from mmaccel.backends.ops import delta, layer_ops
 from mmaccel.core.decoding import replay
 from mmaccel.media.preprocess import resize
 from mmaccel.policies.draft import Parallel, _draft_decoder
+from tests.backends.interpreted import GPU
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.models.test_check_family import KINDS
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
 from tests.spies import heard
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = GPU
 
 
 KV = every_stream(positions="original")

@@ -16,17 +16,10 @@ from mmaccel.backends.triton.prefill.estimate import line_weights, rowwise_logsu
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.registry import policy
-from mmaccel.policies.sparse import Grid
+from mmaccel.policies.sparse import Grid, stride
 from mmaccel.policies.sparse.estimate import LastQueryAttention, SampledQueryLayout, Score
 from mmaccel.policies.sparse.orders import LayerInputs
 from mmaccel.policies.sparse.per_head import LayerHeadPatterns
-from mmaccel.policies.sparse.stride import (
-    FrameResidueClasses,
-    StrideResidueClasses,
-    StrideSearch,
-    _heaviest,
-    estimate_frame_phases,
-)
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import small
 
@@ -184,17 +177,17 @@ def test_classes_of_more_keys_than_a_tile(score: Score, padded: bool, monkeypatc
     long = sequence([(TEXT, [5]), (VIDEO, [5] * 40), (TEXT, [20])])
     other = sequence([(TEXT, [3]), (VIDEO, [4] * 45), (TEXT, [9])]) if padded else long
     scene = Scene((long, other), heads=4, groups=2, size=16, seed=5)
-    search = StrideSearch(low=2, most=12, slack=0.1, score=score, rows=True, keys=scene.length)
+    search = stride.StrideSearch(low=2, most=12, slack=0.1, score=score, rows=True, keys=scene.length)
 
-    def found(device: str) -> StrideResidueClasses:
+    def found(device: str) -> stride.StrideResidueClasses:
         query, key, _ = (t.to(device) for t in scene.tensors(torch.float32))
         layout = scene.layout().to(device)
         region = LayerInputs(query, key, layout, layout, 16).region()
-        last, frames = region.last_query_attention(24, padded), FrameResidueClasses.make(region, 2, 12)
+        last, frames = region.last_query_attention(24, padded), stride.FrameResidueClasses.make(region, 2, 12)
         # Each class has a whole tile before the first of these queries.
         sizes = torch.stack([(frames.number[..., :150] == c).sum(-1) for c in range(4)])
         assert int(last.query_ranks.min()) > 150 and int(sizes.min()) >= estimate.KEYS
-        return estimate_frame_phases(last, frames, search)
+        return stride.estimate_frame_phases(last, frames, search)
 
     want = found("cpu")
     with launched():
@@ -211,7 +204,7 @@ def test_strides(score: Score, strides: tuple[int, int]) -> None:
     value, at = torch.randn(2, 2, 1, 400, generator=rng), torch.tensor([399, 211])
     there = (torch.arange(400) <= at[:, None])[None, :, None]
     masked = value.double().masked_fill(~there, 0.0)
-    want = torch.stack([_heaviest(masked, there, s, score) for s in range(low, high + 1)], -1)
+    want = torch.stack([stride._heaviest(masked, there, s, score) for s in range(low, high + 1)], -1)
     got = estimate.score_strides(value.to(DEVICE), at.to(DEVICE), low, high, score).cpu()
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 

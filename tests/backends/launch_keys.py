@@ -24,13 +24,6 @@ from torch import Tensor
 from mmaccel.backends import triton as backend
 from mmaccel.backends.ops import block_lists, layer_ops, lines
 from mmaccel.backends.ops import operator as operators
-from mmaccel.backends.ops.layer_ops import (
-    decode_attend,
-    project_rows,
-    qkv_rope_rows,
-    residual_linear,
-    rope_rows,
-)
 from mmaccel.backends.triton.prefill import estimate, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
@@ -205,16 +198,16 @@ def decoded(tokens: int) -> None:
     for width in (1, 6):
         at = torch.full((1, width), tokens)
         x = torch.zeros(width, HIDDEN, dtype=torch.bfloat16)
-        project_rows(x, [torch.zeros(64, HIDDEN, dtype=torch.bfloat16)], [])
+        layer_ops.project_rows(x, [torch.zeros(64, HIDDEN, dtype=torch.bfloat16)], [])
         square = torch.zeros(HIDDEN, HIDDEN, dtype=torch.bfloat16)
-        _, gained, squares = residual_linear(x, square, [], x, square[0])
+        _, gained, squares = layer_ops.residual_linear(x, square, [], x, square[0])
         three = [square.new_zeros(heads * SIZE, HIDDEN) for heads in (HEADS, GROUPS, GROUPS)]
         turn = square.new_zeros(2, 1, width, SIZE)
-        qkv_rope_rows(gained, three, [], None, squares, 1e-6, turn, at, cache, cache)
+        layer_ops.qkv_rope_rows(gained, three, [], None, squares, 1e-6, turn, at, cache, cache)
         told = torch.zeros(1, width, (HEADS + 2 * GROUPS) * SIZE, dtype=torch.bfloat16)
-        query = rope_rows(told, angles, angles, at, at, cache, cache)
-        decode_attend(query, cache, cache, at, 0.1, None)
-        decode_attend(query, cache, cache, at, 0.1, at[0])
+        query = layer_ops.rope_rows(told, angles, angles, at, at, cache, cache)
+        layer_ops.decode_attend(query, cache, cache, at, 0.1, None)
+        layer_ops.decode_attend(query, cache, cache, at, 0.1, at[0])
 
 
 def on_prompts(lengths: Sequence[int], architecture: str) -> Keys:

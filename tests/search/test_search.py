@@ -15,16 +15,7 @@ from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import registry
 from mmaccel.core.rows import read_rows
-from mmaccel.search import SearchSettings, recompute_table, search, table_agreement
-from mmaccel.search.measure import (
-    CapturedLayer,
-    LayerBenchmark,
-    choose_head_pattern,
-    max_frame_tokens,
-    measure_candidates,
-    relative_error,
-    visit_attention_inputs,
-)
+from mmaccel.search import SearchSettings, measure, recompute_table, search, table_agreement
 from mmaccel.search.picture import (
     COLOURS,
     attention_weights,
@@ -152,7 +143,7 @@ def test_a_stopped_search_goes_on(found: Any, stopped: bytes, tmp_path: Path) ->
             marks.append(total or 0)
             assert parts.read_bytes().startswith(stopped)
             if done == 1:  # the layer on which costs were measured is gone
-                assert [one.layer for one in gc.get_objects() if type(one) is CapturedLayer] == [1]
+                assert [one.layer for one in gc.get_objects() if type(one) is measure.CapturedLayer] == [1]
 
     again = search(model, inputs, path, PAIRS, progress=watching)
     assert not parts.exists()
@@ -233,7 +224,7 @@ def test_wrong_requests_are_told(tmp_path: Path) -> None:
         search(model, two, tmp_path / "t.json", PAIRS)
 
 
-def planted(length: int = 512, frame: int = 16) -> CapturedLayer:
+def planted(length: int = 512, frame: int = 16) -> measure.CapturedLayer:
     """Head 0 looks at its own cell in every frame, head 1 at its nearest neighbours, whatever stands between."""
     rng = torch.Generator().manual_seed(0)
     place = torch.arange(length)
@@ -246,12 +237,12 @@ def planted(length: int = 512, frame: int = 16) -> CapturedLayer:
     value = torch.randn(1, 2, length, 32, generator=rng)
     modality = torch.full((1, length), VIDEO)
     layout = TokenLayout.build(modality, frame=(place // frame)[None])
-    return CapturedLayer(0, query, query.clone(), value, 1.0, layout)
+    return measure.CapturedLayer(0, query, query.clone(), value, 1.0, layout)
 
 
 def test_planted_heads_are_found() -> None:
     inside = planted()
-    bench = LayerBenchmark(inside, "reference")
+    bench = measure.LayerBenchmark(inside, "reference")
     target = BudgetScale(512, 16, 16).target_pattern()
 
     def cost(pattern: Any) -> float:
@@ -259,10 +250,10 @@ def test_planted_heads_are_found() -> None:
         return row["pairs"] / row["target_pairs"]
 
     space = find_all_budget_steps(BudgetScale(512, 16, 16), ["no_boundary"], [VIDEO], cost, 0.05)
-    heads = measure_candidates(bench, space, [VIDEO], 16, 0.05)
+    heads = measure.measure_candidates(bench, space, [VIDEO], 16, 0.05)
     names = []
     for head in heads:
-        names.append(choose_head_pattern(space, head, 16, 0.05)["pattern"])
+        names.append(measure.choose_head_pattern(space, head, 16, 0.05)["pattern"])
     assert names[0]["name"] == "grid" and names[0]["slash"]
     assert names[1]["name"] in ("a_shape", "vertical_slash") and heads[1]["errors"]["no_boundary"] < 0.2
     assert heads[0]["errors"]["no_boundary"] < 0.05
@@ -275,8 +266,8 @@ def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
     modality = torch.full((1, length), VIDEO)
     modality[:, 20:50] = TEXT
     modality[:, 90:91] = TEXT
-    inside = CapturedLayer(0, query, key, value, 0.3, TokenLayout.build(modality))
-    bench = LayerBenchmark(inside, "reference")
+    inside = measure.CapturedLayer(0, query, key, value, 0.3, TokenLayout.build(modality))
+    bench = measure.LayerBenchmark(inside, "reference")
     pattern = dict(name="a_shape", block=16, sink=3, window=9)
     group = 2
     score = query @ key.repeat_interleave(group, 1).transpose(2, 3) * 0.3
@@ -302,7 +293,7 @@ def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
         got, share = bench.head_errors(recipe_for_slot(kind, slot, pattern, 16), slot)
         assert (share >= mine[rows].sum() / causal.sum() - 1e-9).all() and share.max() < 1
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    assert relative_error(value[0], value[0], None).max() == 0
+    assert measure.relative_error(value[0], value[0], None).max() == 0
 
 
 def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,12 +303,12 @@ def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatc
     modality = torch.full((1, length), VIDEO)
     modality[:, ::97] = TEXT
     frame = torch.where(modality == VIDEO, torch.arange(length)[None] // 97, -1)
-    inside = CapturedLayer(0, query, key, value, 0.3, TokenLayout.build(modality, frame=frame))
+    inside = measure.CapturedLayer(0, query, key, value, 0.3, TokenLayout.build(modality, frame=frame))
     from mmaccel.search import picture
 
     monkeypatch.setattr(picture, "CELLS", 1 << 20)
     with Largest() as seen:
-        bench = LayerBenchmark(inside, "reference")
+        bench = measure.LayerBenchmark(inside, "reference")
         for pattern in (
             dict(name="a_shape", sink=64, window=256),
             dict(name="grid"),
@@ -332,7 +323,7 @@ def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatc
 
 def test_pictures_sum_what_there_is() -> None:
     inside = planted(256)
-    assert max_frame_tokens(inside.layout) == 16 and set(drawing_token_orders(inside.layout)) == {
+    assert measure.max_frame_tokens(inside.layout) == 16 and set(drawing_token_orders(inside.layout)) == {
         "as it stands",
         "by place in the frame",
     }
@@ -352,10 +343,10 @@ def test_pictures_sum_what_there_is() -> None:
 def test_watching_stops_where_nothing_more_is_wanted() -> None:
     model = BUILD["qwen"](layers=3)
     seen: list[int] = []
-    visit_attention_inputs(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), {0, 1})
+    measure.visit_attention_inputs(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), {0, 1})
     assert seen == [0, 1] and mmaccel.attached(model) is None
-    visit_attention_inputs(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), set())
-    visit_attention_inputs(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer))
+    measure.visit_attention_inputs(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), set())
+    measure.visit_attention_inputs(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer))
     assert seen == [0, 1, 0, 1, 2] and set(KINDS) >= {"no_boundary"}
 
 

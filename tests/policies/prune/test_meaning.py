@@ -11,17 +11,7 @@ from mmaccel.contract.prefill import random_pruner_inputs
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.prune import Stage, kept_layout
 from mmaccel.models.signals import mean_received_attention
-from mmaccel.policies.prune import (
-    AttentionPrune,
-    DyCoke,
-    FastV,
-    PyramidDrop,
-    RandomPrune,
-    SparseVLM,
-    UniformPrune,
-    UVPrune,
-    VisionZip,
-)
+from mmaccel.policies import prune
 from tests.policies.prune.by_hand import LAYOUTS, asked, frames_of, layout_of, looking, top, visual, whole
 from tests.spies import Ops
 
@@ -42,7 +32,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("depth, layer", [(28, 9), (64, 20), (80, 20), (8, 3), (3, 1)])
 def test_uv_reads_the_default_layer(depth: int, layer: int) -> None:
-    (stage,) = UVPrune().pruning_stages(depth)
+    (stage,) = prune.UVPrune().pruning_stages(depth)
     assert (stage.layer, stage.hidden, stage.attention) == (layer, (min(1, layer - 1), layer), ())
 
 
@@ -66,7 +56,7 @@ def test_uv_is_equation_three(layout: TokenLayout, variation: bool, base: int, c
         means = {c: sum(score[d] for d in frame) / len(frame) for frame in frames_of(layout) for c in frame}
         # A frame of one token has nothing beyond its mean, in exact arithmetic.
         score = {c: s - means[c] if s != means[c] else 0.0 for c, s in score.items()}
-    pruner = UVPrune(retention=0.3, layer=L, base=base, variation=variation, contrast=contrast)
+    pruner = prune.UVPrune(retention=0.3, layer=L, base=base, variation=variation, contrast=contrast)
     (stage,) = pruner.pruning_stages(8)
     got = pruner.keep({"hidden": states[list(stage.hidden)].float()}, layout, stage)
     assert got.tolist() == whole(layout, top(score, down(0.3, len(score))))
@@ -78,7 +68,7 @@ def test_uv_is_equation_three(layout: TokenLayout, variation: bool, base: int, c
 def test_attention_takes_a_share_of_the_mass_then_spreads(
     layout: TokenLayout, retention: float, mass: float
 ) -> None:
-    pruner = AttentionPrune(retention=retention, mass=mass)
+    pruner = prune.AttentionPrune(retention=retention, mass=mass)
     (stage,) = pruner.pruning_stages(4)
     assert stage.attention == ((0, 1, 2, 3),)
     signals = random_pruner_inputs(layout, stage, asked=5)
@@ -99,7 +89,7 @@ def test_attention_takes_a_share_of_the_mass_then_spreads(
 
 
 def test_attention_by_variation_is_the_gain_from_first_to_last_layer(layout: TokenLayout) -> None:
-    pruner = AttentionPrune(retention=0.4, mass=1.0, variation=True)
+    pruner = prune.AttentionPrune(retention=0.4, mass=1.0, variation=True)
     (stage,) = pruner.pruning_stages(6)
     assert stage.attention == ((0,), (5,))
     a = (signals := random_pruner_inputs(layout, stage, asked=3))["attention"]
@@ -109,7 +99,7 @@ def test_attention_by_variation_is_the_gain_from_first_to_last_layer(layout: Tok
 
 @pytest.mark.parametrize("retention", [0.0, 0.1, 0.29, 0.5, 0.9, 1.0])
 def test_uniform_takes_the_middles_of_equal_stretches(layout: TokenLayout, retention: float) -> None:
-    pruner = UniformPrune(retention=retention)
+    pruner = prune.UniformPrune(retention=retention)
     (stage,) = pruner.pruning_stages(4)
     columns = visual(layout)
     n, m = down(retention, len(columns)), len(columns)
@@ -119,28 +109,28 @@ def test_uniform_takes_the_middles_of_equal_stretches(layout: TokenLayout, reten
 
 def test_random_is_a_fair_lot_of_its_seed() -> None:
     layout = layout_of(LAYOUTS["one video"])
-    (stage,) = RandomPrune(retention=0.5).pruning_stages(4)
+    (stage,) = prune.RandomPrune(retention=0.5).pruning_stages(4)
     draws = torch.zeros(layout.length)
     for seed in range(600):
-        pruner = RandomPrune(retention=0.5, seed=seed)
+        pruner = prune.RandomPrune(retention=0.5, seed=seed)
         kept = pruner.keep({}, layout, stage)
         assert torch.equal(kept, pruner.keep({}, layout, stage))
         draws[kept] += 1
     share = draws[visual(layout)] / 600
     # 21 of 42 each time; six standard deviations of one token's share
     assert float((share - 0.5).abs().max()) < 6 * math.sqrt(0.25 / 600)
-    assert len({tuple(RandomPrune(seed=s).keep({}, layout, stage).tolist()) for s in range(9)}) == 9
+    assert len({tuple(prune.RandomPrune(seed=s).keep({}, layout, stage).tolist()) for s in range(9)}) == 9
 
 
 def test_fastv_averages_what_it_is_asked_to() -> None:
-    pruner = FastV.averaging(0.1, depth=80)
+    pruner = prune.FastV.averaging(0.1, depth=80)
     assert (2 + 78 * pruner.retention) / 80 == pytest.approx(0.1)
     with pytest.raises(ValueError, match="smaller layer"):
-        FastV.averaging(0.1, depth=8)
+        prune.FastV.averaging(0.1, depth=8)
 
 
 def test_pyramid_drop_halves_the_prompt_s_count_at_every_stage(layout: TokenLayout) -> None:
-    pruner = PyramidDrop()
+    pruner = prune.PyramidDrop()
     stages = pruner.pruning_stages(32)
     assert [(s.layer, s.attention) for s in stages] == [(8, ((8,),)), (16, ((16,),)), (24, ((24,),))]
     m, left, names = len(visual(layout)), layout, list(range(layout.length))
@@ -199,7 +189,7 @@ def sparse_by_hand(signals: dict[str, Tensor], layout: TokenLayout, count: int, 
 
 @pytest.mark.parametrize("recycle", [0.3, 0.0, 1.0])
 def test_sparsevlm_raters_scores_and_recycling(layout: TokenLayout, recycle: float) -> None:
-    pruner = SparseVLM(retention=(0.5,), layers=(2,), recycle=recycle)
+    pruner = prune.SparseVLM(retention=(0.5,), layers=(2,), recycle=recycle)
     (stage,) = pruner.pruning_stages(8)
     assert (stage.layer, stage.hidden, stage.attention) == (3, (0, 3), ((2,),))
     signals = random_pruner_inputs(layout, stage, asked=len(looking(layout)))
@@ -214,20 +204,20 @@ def test_sparsevlm_raters_scores_and_recycling(layout: TokenLayout, recycle: flo
 
 
 def test_sparsevlm_cuts_where_its_paper_does() -> None:
-    stages = SparseVLM().pruning_stages(32)
+    stages = prune.SparseVLM().pruning_stages(32)
     assert [s.layer for s in stages] == [3, 7, 16]
     layout = layout_of([("video", [(24, 24)]), ("text", 1)])
     signals = random_pruner_inputs(layout, stages[0])
     counts = []
     for stage in stages:
-        kept = SparseVLM(recycle=0.0).keep(signals, layout, stage, 576)
+        kept = prune.SparseVLM(recycle=0.0).keep(signals, layout, stage, 576)
         counts.append(len(kept) - 1)
     assert counts == [300, 200, 110]
 
 
 @pytest.mark.parametrize("drop", [0.7, 0.5, 1.0])
 def test_dycoke_thins_what_repeats(layout: TokenLayout, drop: float) -> None:
-    pruner = DyCoke(drop=drop)
+    pruner = prune.DyCoke(drop=drop)
     (stage,) = pruner.pruning_stages(8)
     signals = random_pruner_inputs(layout, stage)
     states, frames = signals["hidden"][0], frames_of(layout)
@@ -251,7 +241,7 @@ def test_dycoke_thins_what_repeats(layout: TokenLayout, drop: float) -> None:
 
 
 def test_dycoke_looks_again_when_attention_turns() -> None:
-    pruner = DyCoke(forget=0.6, refresh=0.9)
+    pruner = prune.DyCoke(forget=0.6, refresh=0.9)
     columns = torch.tensor([3, 4, 7, 8, 9])
     first = torch.tensor([0.1, 0.5, 0.2, 0.05, 0.15])
     assert pruner.recalled_columns(first, columns, None).tolist() == [4, 7]
@@ -262,7 +252,7 @@ def test_dycoke_looks_again_when_attention_turns() -> None:
 
 @pytest.mark.parametrize("retention, contextual", [(0.5, 0.4), (0.34, 1.0), (0.7, 0.0), (64 / 196, 10 / 64)])
 def test_visionzip_dominant_and_contextual(layout: TokenLayout, retention: float, contextual: float) -> None:
-    pruner = VisionZip(retention=retention, contextual=contextual)
+    pruner = prune.VisionZip(retention=retention, contextual=contextual)
     (stage,) = pruner.pruning_stages(8)
     signals = random_pruner_inputs(layout, stage)
     states, score, key = signals["hidden"][0], signals["vision_attention"], signals["vision_key"]
@@ -291,7 +281,7 @@ def test_visionzip_dominant_and_contextual(layout: TokenLayout, retention: float
 
 def test_visionzip_counts_as_its_paper_does() -> None:
     layout = layout_of([("video", [(14, 14)] * 2, 1), ("text", 2)])
-    pruner = VisionZip()
+    pruner = prune.VisionZip()
     (stage,) = pruner.pruning_stages(8)
     signals = random_pruner_inputs(layout, stage)
     kept = pruner.prune(signals, layout, stage)
@@ -303,19 +293,19 @@ def test_visionzip_counts_as_its_paper_does() -> None:
 
 def test_visionzip_carries_what_rounding_takes() -> None:
     layout = layout_of([("video", [(4, 4)] * 10, 1), ("text", 2)])
-    pruner = VisionZip(retention=0.1, carry=True)
+    pruner = prune.VisionZip(retention=0.1, carry=True)
     (stage,) = pruner.pruning_stages(8)
     kept = pruner.keep(random_pruner_inputs(layout, stage), layout, stage)
     each = [len(set(frame) & set(kept.tolist())) for frame in frames_of(layout)]
     assert sum(each) == 16 == sum(
         pruner.kept_tokens_per_frame(10, 16)
     ) and each == pruner.kept_tokens_per_frame(10, 16)
-    assert set(each) == {1, 2} and VisionZip(retention=0.1).kept_tokens_per_frame(10, 16) == [1] * 10
+    assert set(each) == {1, 2} and prune.VisionZip(retention=0.1).kept_tokens_per_frame(10, 16) == [1] * 10
 
 
 def test_visionzip_takes_all_frames_at_once() -> None:
     """On a GPU every operation is a launch, and a frame of sixteen tokens is nothing."""
-    pruner = VisionZip(retention=0.5, contextual=0.4)
+    pruner = prune.VisionZip(retention=0.5, contextual=0.4)
     (stage,) = pruner.pruning_stages(8)
     counts = []
     for many in (4, 400):

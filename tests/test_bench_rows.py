@@ -104,11 +104,8 @@ FIRST, SECOND, THIRD = "e779742", "b315a86", "17096be"
 
 def row(tree: str, case: str, **wanted: Any) -> dict[str, Any]:
     """The one row of a tree that is so."""
-    (found,) = (
-        one
-        for one in DRAWN
-        if (one["tree"], one.get("case")) == (tree, case) and wanted.items() <= one.items()
-    )
+    here = [one for one in DRAWN if (one["tree"], one.get("case")) == (tree, case)]
+    (found,) = (one for one in here if wanted.items() <= one.items())
     return found
 
 

@@ -305,12 +305,8 @@ def test_the_lock_fits_the_bounds() -> None:
         assert need.specifier.contains(locked[name]), (
             f"constraints.txt pins {name} to {locked[name]}, not {need.specifier}"
         )
-    lowest = {
-        need.name.lower(): bound.version
-        for need in wanted
-        for bound in need.specifier
-        if bound.operator == ">="
-    }
+    bounds = [(need.name.lower(), bound) for need in wanted for bound in need.specifier]
+    lowest = {name: bound.version for name, bound in bounds if bound.operator == ">="}
     lines = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     oldest = {pin.name.lower(): Version(next(iter(pin.specifier)).version) for pin in pins}

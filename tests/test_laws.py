@@ -124,11 +124,8 @@ def keyed_by_tensors(tree: ast.Module) -> list[str]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [ast.unparse(target) for target in targets]
             own |= {*names}
-            found += (
-                names
-                if re.search(r"(TensorKey|IdKey)Dictionary|[Dd]ict(ionary)?\[(\w+\.)?Tensor\b", told)
-                else []
-            )
+            mapped = re.search(r"(TensorKey|IdKey)Dictionary|[Dd]ict(ionary)?\[(\w+\.)?Tensor\b", told)
+            found += names if mapped else []
     by = re.compile(r"data_ptr\(|(?<!\w)id\(")
     for node in ast.walk(tree):
         written = isinstance(node, ast.Subscript) and ast.unparse(node.value) in own

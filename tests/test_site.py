@@ -134,17 +134,13 @@ def test_a_tutorial_runs_as_it_stands(
     if name == "long-video.md":
         assert space["answer"] == "orange" and "orange" in Path("page.html").read_text()
     if name == "stock-script.md":
-        told = re.search(
-            r"```text\n(\w+)\n.*\n.*prefill ([\d.]+)% of causal",
-            (DOCS / "tutorials" / name).read_text("utf-8"),
-        )
+        text = (DOCS / "tutorials" / name).read_text("utf-8")
+        told = re.search(r"```text\n(\w+)\n.*\n.*prefill ([\d.]+)% of causal", text)
         kept = pytest.approx(100 * space["report"].kept, abs=1)
         assert told and told[1] == space["answer"] and float(told[2]) == kept
     if name == "../compose.md":
-        assert (
-            space["answer"].strip() == "purple"
-            and space["ids"].shape[1] == len(space["inputs"]["input_ids"][0]) + 13
-        )
+        assert space["answer"].strip() == "purple"
+        assert space["ids"].shape[1] == len(space["inputs"]["input_ids"][0]) + 13
     if name in ("stream.md", "../live.md"):
         assert space["answer"].text == "pink"
         assert name != "stream.md" or Path("page.html").read_text().count("<img") > 2

@@ -162,10 +162,8 @@ def test_gated_norm(dtype: torch.dtype) -> None:
         drawn(*size, seed=n, dtype=dtype) for n, size in enumerate([(5, 3, 40), (5, 3, 40), (40,)])
     )
     exact = gated_rms_norm.plain(x.double(), gate.double(), gain.double(), 1e-6)
-    for found in (
-        delta.gated_rms_norm(x, gate, gain, 1e-6),
-        delta.gated_rms_norm(x.float(), gate, gain, 1e-6),
-    ):
+    for one in (x, x.float()):
+        found = delta.gated_rms_norm(one, gate, gain, 1e-6)
         assert near(found, gated_rms_norm.plain(x, gate, gain, 1e-6), exact)
 
 
@@ -181,10 +179,8 @@ def test_rows_through_a_running_state(size: tuple[int, ...], dtype: torch.dtype,
     count, n, groups, heads, K, V, taps, ring = size
     channels = 2 * groups * K + heads * V
     width, slots = channels + 2 * heads, count + 1
-    rows, gate = (
-        drawn(count * n, width, seed=0, dtype=dtype),
-        drawn(count * n, heads * V, seed=1, dtype=dtype),
-    )
+    rows = drawn(count * n, width, seed=0, dtype=dtype)
+    gate = drawn(count * n, heads * V, seed=1, dtype=dtype)
     weights = [
         drawn(*shape, seed=2 + at, dtype=dtype) * 0.4
         for at, shape in enumerate([(channels, taps), (heads,), (heads,), (V,)])

@@ -350,11 +350,8 @@ def test_the_fake_tells_the_truth(dtype: torch.dtype) -> None:
 def test_two_blocks_of_queries_as_one(name: str, start: int) -> None:
     """Lists that are runs of blocks in their order are walked two together; of an odd number of them, the last alone."""
     scene = replace(SCENE, start=start, heads=4, groups=2)
-    pattern = (
-        small(name)
-        if name != "per_head"
-        else PerHead(table={0: {0: HEADS[0], 1: HEADS[1], 2: HEADS[0]}}, block=16)
-    )
+    table = {0: {0: HEADS[0], 1: HEADS[1], 2: HEADS[0]}}
+    pattern = small(name) if name != "per_head" else PerHead(table=table, block=16)
     plan = scene.plan(pattern)
     plain = [s.lists.index is None for p in plan.parts for s in p.spans]
     assert all(plain)

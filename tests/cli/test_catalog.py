@@ -120,11 +120,8 @@ def test_every_field_is_there_with_what_is_said_of_it(call: Call) -> None:
             fields = {field.name for field in dataclasses.fields(cls) if field.init}
             assert policies[name]["properties"].keys() == fields | {"name"} and policies[name]["description"]
     assert found["properties"].keys() == {"version", *(field.name for field in dataclasses.fields(Recipe))}
-    grid = next(
-        one
-        for one in found["definitions"]["sparse"]["anyOf"][1:]
-        if one["properties"]["name"]["const"] == "grid"
-    )
+    patterns = found["definitions"]["sparse"]["anyOf"][1:]
+    grid = next(one for one in patterns if one["properties"]["name"]["const"] == "grid")
     assert grid["properties"]["score"]["enum"] == ["contrast", "mean", "sum"]
     assert grid["properties"]["score"]["default"] == "contrast"
     assert grid["properties"]["score"]["description"].startswith('score "mean": a class of lines')

@@ -319,11 +319,8 @@ def test_subtitles_of_a_film(how: list[str], call: Call, clip: str, ov: str, tmp
     """Each question sees those of its time; a saved session has them."""
     path = tmp_path / "clip.srt"
     cues = {1: "one", 11: "eleven", 20: "twenty", 63: "last", 99: "beyond"}
-    path.write_text(
-        "\n".join(
-            f"0:0{n // 60}:{n % 60:02},0 --> 0:0{n // 60}:{n % 60:02},9\n{t}\n" for n, t in cues.items()
-        )
-    )
+    at = {n: f"0:0{n // 60}:{n % 60:02}" for n in cues}
+    path.write_text("\n".join(f"{at[n]},0 --> {at[n]},9\n{t}\n" for n, t in cues.items()))
     base = "--model", ov, "--fps", 1, "--json", "--max-new-tokens", 2, "--subtitles", path, *how
     recipe = tmp_path / "all.yaml"
     recipe.write_text("kv: full")

@@ -62,11 +62,8 @@ class Triples:
         """[V, V, V] float64: the probability of each triple; `shape` makes probabilities of logits [V]."""
         p = torch.zeros(self.vocab, self.vocab, self.vocab, dtype=torch.float64)
         for a, b, c in product(range(self.vocab), repeat=3):
-            p[a, b, c] = (
-                shape(self.one.double())[a]
-                * shape(self.two[a].double())[b]
-                * shape(self.three[a, b].double())[c]
-            )
+            one, two = shape(self.one.double())[a], shape(self.two[a].double())[b]
+            p[a, b, c] = one * two * shape(self.three[a, b].double())[c]
         return p
 
 

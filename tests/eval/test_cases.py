@@ -350,11 +350,7 @@ def test_jobs_change_no_figure(random_folder: Callable[[str], Path], few_steps: 
 
 
 def test_merged_lines_weigh_answers() -> None:
-    lines = [
-        Line("count", 8, 120, 1.0, 3, 0.9),
-        Line("count", 8, 130, 0.0, 1, 0.9),
-        Line("count", 8, 128, None, 0, 0.9),
-    ]
+    lines = [Line("count", 8, *own) for own in ((120, 1.0, 3, 0.9), (130, 0.0, 1, 0.9), (128, None, 0, 0.9))]
     assert merged(lines) == Line("count", 8, 122, 0.75, 4, 0.9)
     assert merged(lines[2:]) == lines[2]
 

@@ -34,11 +34,8 @@ from tests.models.streams import QUESTION
 from tests.models.test_saved_folder import resealed
 from tests.models.test_session_faults import begun
 
-PRESETS = [
-    file.read_bytes()
-    for file in resources.files("mmaccel").joinpath("recipes").iterdir()
-    if file.name.endswith(".yaml")
-]
+SHIPPED = resources.files("mmaccel").joinpath("recipes").iterdir()
+PRESETS = [file.read_bytes() for file in SHIPPED if file.name.endswith(".yaml")]
 FIELDS = [field.name for field in dataclasses.fields(Recipe)]
 BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
@@ -64,11 +61,8 @@ def recipe(chance: random.Random, folder: Path) -> Case:
     if way == 0:
         data = damaged(chance, chance.choice(PRESETS))
     elif way == 1:
-        data = (
-            chance.choice(RAW)
-            .replace("PIPE", str(folder / "pipe"))
-            .encode(chance.choice(("utf-8",) * 6 + ("utf-16",)))
-        )
+        text = chance.choice(RAW).replace("PIPE", str(folder / "pipe"))
+        data = text.encode(chance.choice(("utf-8",) * 6 + ("utf-16",)))
     else:
         fields = {}
         for _ in range(chance.choice((1, 1, 2, 4))):

@@ -59,10 +59,7 @@ def test_pixels_may_be_turned_around_and_an_image_has_some() -> None:
 
 def test_an_image_is_refused_by_its_size_before_it_is_decoded(tmp_path: Path) -> None:
     path = tmp_path / "bomb.png"
-    for side, told in (
-        (60_000, "pixels: make it smaller"),
-        (9_000, "9000 x 9000 pixels, more than 67108864"),
-    ):
+    for side, told in ((60000, "pixels: make it smaller"), (9000, "9000 x 9000 pixels, more than 67108864")):
         path.write_bytes(png(side, side))
         with pytest.raises(VideoError, match=told):
             load_image(path)

@@ -125,11 +125,8 @@ def test_lengths_and_outputs_of_a_batch(family, how):
     name, model, other, prompts, _ = family
     together = batch(name, prompts)
     width = together["input_ids"].shape[1]
-    options = (
-        {"max_length": width + 7}
-        if how == "max_length"
-        else {"max_new_tokens": 1 if how == "one token" else 7}
-    )
+    count = 1 if how == "one token" else 7
+    options = {"max_length": width + 7} if how == "max_length" else {"max_new_tokens": count}
     options["return_dict_in_generate"] = how == "returned"
     plain = model.generate(**together, do_sample=False, **options)
     with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)):

@@ -193,11 +193,8 @@ def test_special_tokens_in_a_question_are_text_where_that_is_asked_for(name: str
     for question in ("what is it ?", "how many stars are there ?"):
         assert torch.equal(stock.chat(question)["input_ids"], guarded.chat(question)["input_ids"])
     special = set(stock.tokenizer.all_special_ids) | {stock.video_token_id, stock.image_token_id}
-    ends = [
-        token
-        for token in stock.tokenizer.all_special_tokens
-        if token not in (stock.video_token, stock.image_token)
-    ]
+    marks = stock.video_token, stock.image_token
+    ends = [token for token in stock.tokenizer.all_special_tokens if token not in marks]
     for token in (*ends, stock.video_token, stock.image_token):
         ids = [
             processor.chat(asked_of_film(4, text))["input_ids"][0].tolist()
@@ -227,10 +224,8 @@ def test_a_session_goes_by_its_processor() -> None:
             session.watch(film(4), fps=FPS)
         assert torch.equal(logits(one), logits(other))
         assert stock.video_token not in other.ask(f"what is {stock.video_token} ?", 1).text
-        ids = [
-            session._stream_adapter.question_ids(f"what {ended} is it ?")[0].tolist()
-            for session in (one, other)
-        ]
+        adapters = [session._stream_adapter for session in (one, other)]
+        ids = [adapter.question_ids(f"what {ended} is it ?")[0].tolist() for adapter in adapters]
         number = stock.tokenizer.convert_tokens_to_ids(ended)
         assert ids[0].count(number) == ids[1].count(number) + 1
 

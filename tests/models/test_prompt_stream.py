@@ -230,11 +230,8 @@ def test_frames_of_another_size_are_refused_before_the_tower_runs(kv: str, name:
     with mmaccel.accelerate(model, kv=TIGHT.get(kv, kv)) as fast:
         want = fast.generate(**inputs, max_new_tokens=2, do_sample=False)
         with monkeypatch.context() as fails:
-            fails.setattr(
-                type(model.model.visual if name == "random-qwen" else model.model.vision_tower),
-                "forward",
-                None,
-            )
+            tower = model.model.visual if name == "random-qwen" else model.model.vision_tower
+            fails.setattr(type(tower), "forward", None)
             for odd in (wrong, pixels.flatten(), pixels.flatten(0, -2)) if pixels.ndim == 5 else (wrong,):
                 with pytest.raises(ModelError, match=told):
                     fast.generate(**{**inputs, "pixel_values_videos": odd}, max_new_tokens=2)

@@ -50,8 +50,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def model(family: str) -> Any:
-    made = EVERY[family](layers=12 if family == HYBRID else 6, seed=5)
-    return made
+    return EVERY[family](layers=12 if family == HYBRID else 6, seed=5)
 
 
 def runners(fast: Any, rows: tuple[int, ...]) -> tuple[HFRunner, HFRunner]:
@@ -178,8 +177,7 @@ PIECES = [("text", 6), ("video", 12), ("text", 9)]
 
 @pytest.fixture(scope="module")
 def hybrid() -> Any:
-    made = EVERY["qwen3_5"](layers=6)
-    return made
+    return EVERY["qwen3_5"](layers=6)
 
 
 @pytest.fixture(scope="module")

@@ -66,11 +66,8 @@ def test_sizes_are_the_loaded_model_s(name: str) -> None:
         assert sizes.tokens == session._live.info.tokens_per_unit  # type: ignore[union-attr]
         held = session.counters()
         columns = held["held"] + 256  # a buffer's room
-        assert (
-            held["bytes"]
-            <= columns * sizes.kv_bytes_per_token
-            <= 1.3 * held["bytes"] + 256 * sizes.kv_bytes_per_token
-        )
+        each = sizes.kv_bytes_per_token
+        assert held["bytes"] <= columns * each <= 1.3 * held["bytes"] + 256 * each
 
 
 def test_a_shape_and_a_folder_are_counted_without_weights(random_folder: Any) -> None:

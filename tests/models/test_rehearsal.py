@@ -144,10 +144,8 @@ def test_sessions_of_four_and_twelve_layers_tell_of_28(monkeypatch, tmp_path: Pa
         step=(1e-3, 0.0, 0.0, 1e-4, 0.0, 0.0),
         first=((0.1, 0.02), (0.0, 0.01), (0.0, 0.0)),
     )  # fmt: skip
-    ran, store = (
-        sessions(monkeypatch, spent),
-        CostFile(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict),
-    )
+    ran = sessions(monkeypatch, spent)
+    store = CostFile(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict)
     # Of a dense prefill, whose pairs are counted in no time.
     recipe, lines = Recipe.load("film-many-questions", sparse="dense"), list[str]()
     found = measured(store, [recipe], say=lines.append)
@@ -192,10 +190,8 @@ def test_what_stops_a_session_once_is_not_predicted(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_takes_too_long_or_too_much_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ran, store = (
-        sessions(monkeypatch, told()),
-        CostFile(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict),
-    )
+    ran = sessions(monkeypatch, told())
+    store = CostFile(tmp_path / "sessions.json", rates.MeasuredOverhead.from_dict)
     slow = replace(DEVICE, products={width: rate / 1e4 for width, rate in DEVICE.products.items()})
     small, short = replace(DEVICE, memory=8 * GB), replace(SIZES, limit=8192)
     for device, sizes in ((slow, SIZES), (small, SIZES), (DEVICE, short)):

@@ -28,8 +28,7 @@ WINDOW = {"name": "window", "sinks": 4, "window": 16}
 
 @pytest.fixture(scope="module", params=sorted(EVERY))
 def family(request):
-    model = EVERY[request.param]()
-    return request.param, model
+    return request.param, EVERY[request.param]()
 
 
 @crossed("family", name=SPARSE, family=sorted(EVERY))

@@ -106,10 +106,8 @@ def test_a_folder_and_a_caller_say_otherwise(tmp_path: Path) -> None:
     assert processor_frame_budget(processor) == VideoBudget(fps=5.0, most=4096)
     assert len(read_sampled_video(processor, path)) == 30
     assert len(read_sampled_video(processor, path, max_frames=7)) == 7
-    assert (
-        len(read_sampled_video(processor, path, fps=1)) == 6
-        and len(read_sampled_video(processor, path, frames=9)) == 9
-    )
+    assert len(read_sampled_video(processor, path, fps=1)) == 6
+    assert len(read_sampled_video(processor, path, frames=9)) == 9
     settings = {"fps": None, "num_frames": 8}
     other = write_model(tmp_path / "other", "llava_onevision", **{"video_preprocessor_config.json": settings})
     for one in (mmaccel.load_processor(other), Processor.from_pretrained(other)):

@@ -332,10 +332,8 @@ def test_errors_after_the_first_piece_are_told_and_counted(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = mmaccel.core.streams.live.AsyncReply.__anext__
-    for error, told in (
-        (torch.OutOfMemoryError("CUDA"), "no memory"),
-        (KeyError("mine"), "the server failed"),
-    ):
+    faults = (torch.OutOfMemoryError("CUDA"), "no memory"), (KeyError("mine"), "the server failed")
+    for error, told in faults:
         pieces: list[str] = []
 
         async def failing(self: Any, error: Any = error, pieces: Any = pieces) -> str:

@@ -70,10 +70,8 @@ def test_a_stream_goes_on_at_another_replica(pair: tuple[Served, Served]) -> Non
         own = call(alone, "POST", "", None, recipe="mosaic").json()["id"]
         steps = itertools.cycle((one, two, two, one))
         for first in range(0, 40, 10):
-            some = {
-                "frames": list(jpegs()[first : first + 10]),
-                "times": [float(first + i) for i in range(10)],
-            }
+            frames = list(jpegs()[first : first + 10])
+            some = {"frames": frames, "times": [float(first + i) for i in range(10)]}
             assert call(next(steps), "POST", f"/{number}/frames", **some).json()["frames"] == first + 10
             call(alone, "POST", f"/{own}/frames", None, **some)
             asked = {"question": QUESTION, "max_tokens": 4}

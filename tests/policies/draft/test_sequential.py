@@ -266,11 +266,8 @@ def test_as_many_drawn_tokens_are_kept_as_by_drafting_in_turns(heat: float) -> N
     length, kept = 4_000, []
     in_turns = SequentialDraftState(ToyRunner(small), torch.device("cpu"), Sequential(window=1), V)
     for state in (pipeline(large, small, V, window=1), in_turns):
-        said = toy_prompt(
-            [0],
-            warp=lambda ids, logits: torch.softmax(logits / heat, -1),
-            generator=torch.Generator().manual_seed(5),
-        )
+        g = torch.Generator().manual_seed(5)
+        said = toy_prompt([0], warp=lambda ids, logits: torch.softmax(logits / heat, -1), generator=g)
         _, _, meter = core.run(large, state, limit(1 + length), said)
         assert not meter.failures
         kept.append(sum(two for _, two in meter.rounds) / sum(one for one, _ in meter.rounds))

@@ -66,11 +66,8 @@ def test_a_way_that_is_never_ready_gains_nothing() -> None:
     for _ in range(5):
         reading = shares.reading(UV, 100, 4, 16, sampled=False)
         found.append(reading.pruner is None)
-        pace = (
-            PipelineTimes()
-            if reading.pruner is None
-            else PipelineTimes(step_s=10.0, draft_s=2.0, judged=60.0, kept=50.0)
-        )
+        known = dict(step_s=10.0, draft_s=2.0, judged=60.0, kept=50.0) if reading.pruner is not None else {}
+        pace = PipelineTimes(**known)
         reading.way.add(pace)
     assert found == [True, True, False, False, False]
 

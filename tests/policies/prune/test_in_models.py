@@ -245,10 +245,8 @@ def test_it_chooses_among_what_the_read_layers_hold(
         left = [cache.state.kept[cache.state.part_index_of_layer(layer)] for layer in range(6)]
     read = [*stage.hidden, *(n for group in stage.attention for n in group)]
     held = left[max(read)]
-    assert (
-        held is not None
-        and candidate_columns(kept_layout(layout, held)).numel() < candidate_columns(layout).numel()
-    )
+    assert held is not None
+    assert candidate_columns(kept_layout(layout, held)).numel() < candidate_columns(layout).numel()
     (columns,) = told
     assert torch.isin(columns, held).all()
     count = candidate_columns(layout.select_tokens(columns)).numel()

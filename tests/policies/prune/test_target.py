@@ -97,11 +97,7 @@ def hand_cuts(pruner: Any, layout: TokenLayout) -> dict[int, Any]:
     if isinstance(pruner, FastV):
         return {pruner.layer: by_last_word("before", int(pruner.retention * total))}
     if isinstance(pruner, PyramidDrop):
-        return {
-            2: by_last_word("here", total // 2),
-            3: by_last_word("here", total // 4),
-            4: by_last_word("here", total // 8),
-        }
+        return {layer: by_last_word("here", total // share) for layer, share in ((2, 2), (3, 4), (4, 8))}
     assert isinstance(pruner, SparseVLM) and pruner.layers is not None
     return {layer + 1: by_raters(s) for layer, s in zip(pruner.layers, pruner.retention, strict=True)}
 

@@ -57,11 +57,8 @@ def test_sf_fixed(scene: Scene, strides: dict[str, Any], summary: int, side: str
 
 @given(scenes(), st.sampled_from(STRIDES))
 def test_sf_strided(scene: Scene, strides: dict[str, Any]) -> None:
-    check(
-        SFStrided(block=16, **fields_of(strides)),
-        scene,
-        lambda tokens: masks.sf_strided(*masks.segments(tokens, **strides)),
-    )
+    pattern = SFStrided(block=16, **fields_of(strides))
+    check(pattern, scene, lambda tokens: masks.sf_strided(*masks.segments(tokens, **strides)))
 
 
 VIDEO_ALONE = Scene((sequence([(VIDEO, [12] * 9)]),), heads=1, groups=1)

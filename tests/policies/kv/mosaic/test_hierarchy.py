@@ -209,11 +209,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def checkpoint(self) -> None:
-        self.mark = (
-            self.tree.checkpoint(),
-            len(self.scenes),
-            partition(self.tree) if self.tree.has_clusters else None,
-        )
+        own = partition(self.tree) if self.tree.has_clusters else None
+        self.mark = self.tree.checkpoint(), len(self.scenes), own
 
     @precondition(lambda self: self.mark is not None)
     @rule()

@@ -198,10 +198,8 @@ def test_others_open_and_close_while_all_are_listed(
     try:
         thread.start()
         for _ in range(400):
-            assert (
-                not own.store.slabs.next_slab_exceeds_process_limit
-                and not _archived.SharedArchive._relieved(own)
-            )
+            assert not own.store.slabs.next_slab_exceeds_process_limit
+            assert not _archived.SharedArchive._relieved(own)
     finally:
         sys.setswitchinterval(interval)
         over.set()

@@ -10,7 +10,7 @@ mmaccel knows, on the same weights, and `prompt` runs their code once and puts a
     with mmaccel.accelerate(model, "long-video"):
         new = model.generate(**inputs, max_new_tokens=128)[:, inputs["input_ids"].shape[1] :]
 
-Patterns, windows and drafts act; streams do not. Code whose function takes other arguments needs its own `embed`.
+Patterns, kv `window` and drafts work; streams do not. Code whose function takes other arguments needs its own `embed`.
 """
 
 import copy

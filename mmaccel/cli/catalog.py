@@ -59,7 +59,7 @@ def list_names(
     as_json: Annotated[bool, Option("--json", help="One JSON object: kind -> names.")] = False,
     pairs: Annotated[bool, Option("--pairs", help="What composes with what, as Markdown.")] = False,
 ) -> None:
-    """List the policies, recipes and models to choose from, or which of them combine."""
+    """List the policies, recipes, models and families that there are, or which policies combine."""
     if pairs:
         print(_combination_tables(), end="")
         return
@@ -72,7 +72,7 @@ def list_names(
         if kind == "backend":
             names = [f"{name} (unavailable: {why})" if why else name for name, why in names.items()]
         table.add_row(kind, ", ".join(names) or "(none)")
-    out().print(table, "`--recipe` takes a sparse, kv, draft, prune or recipe, or a YAML file.", sep="\n")
+    out().print(table, "`--recipe`: a sparse, kv, draft, prune or recipe name, or a YAML file.", sep="\n")
     uses, lines = Table("preset", "what for", box=None, pad_edge=False), presets()
     for name in MAIN_PRESETS:
         uses.add_row(name, lines[name])
@@ -85,9 +85,10 @@ def list_names(
     out().print(
         "",
         families,
-        f"A family without {STEPS[1]} decodes by its own modules, which is slower on CUDA; so do quantized weights of "
-        "every family. A running state (qwen3_5) reads prompts by transformers' own code, which is slow without "
-        "flash-linear-attention.",
+        "streams: sessions, and every kv but full and window. trees: the drafts tree and sparse_to_dense. vision pruners: "
+        f"visionzip. Without {STEPS[1]}, and with quantized weights, decoding runs transformers' code, which is slower on "
+        "CUDA; generic and other have it for Llama, Mistral, Qwen2 and Qwen3. Prompts go through the recurrent layers of "
+        "qwen3_5 in transformers' code, which is slow without flash-linear-attention.",
         sep="\n",
     )
 
@@ -110,7 +111,7 @@ def _family_features() -> dict[str, dict[str, str]]:
 
 def describe_name(
     name: Annotated[
-        str, Argument(help="A name of the list, a model type, a word of a policy, or recipe: what one holds.")
+        str, Argument(help="A name from list, a model type, a word of a policy, or recipe: its fields.")
     ],
 ) -> None:
     """Describe a name: its text, its fields with types and defaults, or its YAML."""

@@ -58,19 +58,19 @@ FULL: dict[str, dict[str, Any]] = {
 """The same, with budgets that list everything."""
 
 Row = tuple[str, str, bool]
-"""A check, what was found, and whether it is as promised."""
+"""A check, its result, and whether it passed."""
 
 
 def check_family(model_or_class: Any, *, quiet: bool = False, device: str = "cpu") -> list[Row]:
     """Test a model family on a tiny model of the same class as `model_or_class` (a model, its class or its model type), with
     random weights in float32 on `device`.
 
-    Compared with the plain model: the dense recipe, whole and in chunks; patterns that list everything, and patterns at less
-    than half of the pairs against eager attention under their masks; a padded batch; drafts, token by token; a pruner that
-    keeps everything; a memory of streams; the model after detaching, bit for bit. The columns of each frame must be those
-    that its pixels change. What the family declares unsupported must be refused. A check that raises has failed.
+    Compared with the plain model: the dense recipe, whole and in chunks; patterns that list every pair; patterns at less
+    than half of the pairs, with eager attention under their masks; a padded batch; drafts, token by token; a pruner that
+    keeps everything; sessions that see all frames; the model after detaching, bit for bit. The pixels of a frame must change
+    the embeddings of that frame's tokens and no others. What `unable` names must be refused. A check that raises has failed.
 
-    Prints a table, and returns its rows; raises `ModelError` that names the checks that failed.
+    Prints a table, unless `quiet`; returns its rows (check, result, passed). Raises `ModelError` that names failed checks.
     """
     form: Any = type(unwrap(model_or_class)) if isinstance(model_or_class, nn.Module) else model_or_class
     kind = form if isinstance(form, str) else getattr(getattr(form, "config_class", None), "model_type", None)
@@ -83,8 +83,8 @@ def check_family(model_or_class: Any, *, quiet: bool = False, device: str = "cpu
         if isinstance(error, MmaccelError):
             raise
         raise ModelError(
-            f"family {family.name!r}: its tiny {kind!r} does not run ({type(error).__name__}: {error}); `tiny` and "
-            "`tiny_visual_input` make the model and the pixels of a prompt, and must fit each other."
+            f"family {family.name!r}: its tiny {kind!r} does not run ({type(error).__name__}: {error}); make `tiny`, from "
+            "which the model is made, fit `tiny_visual_input`, which makes the tokens and pixels of a prompt."
         ) from error
     rows = [row for check in CHECKS for row in _checked(check, tried)]
     if not quiet:
@@ -96,7 +96,7 @@ def check_family(model_or_class: Any, *, quiet: bool = False, device: str = "cpu
             )
         )
     if wrong := [f"{name}: {found}" for name, found, kept in rows if not kept]:
-        raise ModelError(f"family {family.name!r} breaks a promise on {kind!r}: {'; '.join(wrong)}.")
+        raise ModelError(f"family {family.name!r} fails check_family on {kind!r}: {'; '.join(wrong)}.")
     return rows
 
 
@@ -155,7 +155,7 @@ class _Tried:
 
 
 def _dense(tried: _Tried) -> Iterator[Row]:
-    for name, pieces in (("text", PIECES[:1]), ("a video", PIECES[:3]), ("all", tried.pieces)):
+    for name, pieces in (("text", PIECES[:1]), ("a video", PIECES[:3]), ("all kinds", tried.pieces)):
         inputs = tried.prompt(pieces)
         plain = tried.logits(inputs)
         yield f"dense, {name}", *tried.off({}, tried.exact, inputs, plain)
@@ -179,12 +179,12 @@ def _layout(tried: _Tried) -> Iterator[Row]:
             changed = (after != before).any(-1)[0]
             if not torch.equal(changed, (layout.frame[0] == unit) & (layout.modality[0] == VIDEO)):
                 wrong.append(unit)
-    yield "columns of frames", f"{units} units, wrong {wrong or 'none'}", not wrong
+    yield "columns of frames", f"{units} units, wrong: {wrong or 'none'}", not wrong
 
 
 def _patterns(tried: _Tried) -> Iterator[Row]:
     for name, budget in FULL.items():
-        yield f"all by {name}", *tried.off({"sparse": {"name": name, "block": BLOCK, **budget}}, tried.exact)
+        yield f"full {name}", *tried.off({"sparse": {"name": name, "block": BLOCK, **budget}}, tried.exact)
     attend, layout = tried.model.config._attn_implementation, tried.family.layout(tried.model, tried.inputs)
     length, whole = layout.length, tried.family.bidirectional_image_layers(tried.model)
     behind = _behind(layout.modality[0])
@@ -239,7 +239,7 @@ def _in_chunks(tried: _Tried, recipe: Mapping[str, Any], whole: Tensor, name: st
         with accelerate(tried.model, backend="reference", chunk=chunk, **recipe) as fast:
             finite = bool(torch.isfinite(tried.logits(tried.inputs)).all())
             kept = fast.report().kept or 0.0
-        return f"{kept:.0%} kept", finite and 0 < kept < 1
+        return f"{kept:.0%} of the pairs", finite and 0 < kept < 1
     return tried.off({**recipe, "backend": "reference", "chunk": chunk}, CLOSE, plain=whole)
 
 
@@ -301,7 +301,7 @@ def _generation(tried: _Tried) -> Iterator[Row]:
         with accelerate(tried.model, **recipe) as fast:
             same = torch.equal(tried.tokens(tried.inputs), plain)
             draft = fast.report().draft or {}
-        told = f", {draft['accepted']} of {draft['proposed']} taken" if draft.get("proposed") else ""
+        told = f", {draft['accepted']} of {draft['proposed']} accepted" if draft.get("proposed") else ""
         # A draft that sees the video as its target does is taken whole.
         whole = name != "draft sequential" or draft.get("accepted") == draft.get("proposed")
         yield name, f"tokens {'the same' if same else 'differ'}{told}", same and whole
@@ -347,13 +347,13 @@ def _seen(tried: _Tried) -> Iterator[Row]:
     far, spread = float((ours - paid).abs().max()), float(paid.max() - paid.min())
     # Of small random weights attention is almost even.
     kept = far <= 1e-3 * spread and spread > 0
-    yield "queries and keys", f"attention off by {far:.1e}, of a spread of {spread:.1e}", kept
+    yield "queries and keys", f"attention weights off by {far:.1e}, and {spread:.1e} apart", kept
 
 
 def _sessions(tried: _Tried) -> Iterator[Row]:
     """A stream that sees all of its frames is the plain model's prompt of what the stream wrote."""
     if why := tried.family.unable.get("streams"):
-        yield "session", f"lacking: {why}", True
+        yield "session", f"not supported: its models {why}", True
         return
     frames_per_unit, question = tried.family.frames_per_unit(tried.model), "what moved?"
     generator = torch.Generator().manual_seed(5)
@@ -379,7 +379,7 @@ def _sessions(tried: _Tried) -> Iterator[Row]:
             same = list(session.ask(question, 8).ids) == whole[:end]
         told = f"logits off by {far:.1e}, at most {CLOSE:.0e}; tokens {'the same' if same else 'differ'}"
         told += "" if words[0] < words[1] else "; no word of the question is found"
-        yield f"session {name} = whole", told, same and far <= CLOSE and words[0] < words[1]
+        yield f"session, kv {name}", told, same and far <= CLOSE and words[0] < words[1]
 
 
 def _detached(tried: _Tried) -> Iterator[Row]:

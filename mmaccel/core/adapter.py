@@ -131,7 +131,8 @@ class ModelAdapter(ABC):
     name: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     unable: ClassVar[Mapping[str, str]] = {}
-    """What its models cannot do, and why: "streams", "pruning", "trees" (drafts of these, or that read its memory)."""
+    """What its models do not support, and why, as words after "its models": "streams" (sessions, and memories for streams),
+    "pruning", "trees" (drafts that propose trees, or read the target's memory)."""
 
     @abstractmethod
     def geometry(self, model: nn.Module) -> Geometry:
@@ -225,7 +226,7 @@ class ModelAdapter(ABC):
     def tiny_model_factory(self, kind: type[nn.Module]) -> Any:
         """Return what creates tiny random models of class `kind` and prompts for them, for tests
         (`models.tiny.TinyModels`)."""
-        raise ModelError(f"{self.name}: this family does not say how a tiny model of it is made.")
+        raise ModelError(f"family {self.name!r} does not define tiny_model_factory; override it.")
 
     def check_recipe(self, model: nn.Module, recipe: Any) -> None:
         """Raise `RecipeError` if the model cannot do what `recipe` asks; see `unable` and `rollback_limit`."""

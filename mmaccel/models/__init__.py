@@ -27,15 +27,15 @@ __all__ = [
 def load_processor(
     name: Any, *, revision: str | None = None, special_tokens: bool = True, like: nn.Module | None = None
 ) -> Any:
-    """Load the processor of the model `name`: transformers' own where torchvision is installed, else ours, which gives the
-    same tensors without it. Both have the methods of `mmaccel.models.processor.Processor`. `name` may also be a processor,
-    which is then wrapped so that it has these methods.
+    """Load the processor of the model `name`: transformers' own if torchvision is installed; else ours, which gives the same
+    tensors without it, for LLaVA-OneVision, Qwen2-VL and Qwen2.5-VL. Both have the methods of
+    `mmaccel.models.processor.Processor`. Raises `ModelError` if neither can be loaded.
 
-    revision        branch, tag or commit, where `name` is on the Hugging Face hub
-    like            the model that the processor will serve, if it is loaded
-
+    name            a folder, a hub name (owner/name), a tiny model; or a loaded processor, which then gets these methods
+    revision        branch, tag or commit of a hub name
     special_tokens  whether special tokens inside the user's texts act as such, as in transformers; with False, for texts of
                     untrusted users, they are tokenized as plain text
+    like            for a loaded processor: the model that it is for; None: the model type follows from the processor's class
     """
     from mmaccel.models import stock
 

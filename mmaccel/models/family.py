@@ -1,5 +1,4 @@
-"""`Family`: the facts that describe a model family, and adapter methods for Hugging Face models built like Qwen2. Importing
-this file does not import transformers; imports inside methods avoid cycles."""
+"""`Family`: what describes a model family, and adapter methods for models built like Qwen2; it imports no transformers."""
 
 from __future__ import annotations
 
@@ -64,8 +63,9 @@ class Family(ModelFamily):
     replaced_methods        methods of the multimodal model -> what runs instead, `ours(original, *args, **kwargs)`
     tiny                    model type -> configuration of a tiny test model (`tiny.py`)
     mixes_modalities        whether one prompt may hold both images and videos
-    stamped                 whether prompts write text, such as a time, before and after each frame, by `text_around_frame`
-    needs_only_pixels            whether the vision tower needs pixels and no host work, so that CUDA graphs can capture it
+    has_frame_text          whether prompts have text, such as a timestamp, beside each frame, by `text_around_frame`
+    needs_only_pixels       whether the vision tower needs pixels and no host work, so that CUDA graphs can capture it
+    split_images            where frames come as images: the function that splits them (`generic.py`); None elsewhere
     """
 
     mrope: ClassVar[bool] = False
@@ -87,7 +87,7 @@ class Family(ModelFamily):
     mixes_modalities: ClassVar[bool] = True
     has_frame_text: ClassVar[bool] = False
     needs_only_pixels: ClassVar[bool] = False
-    split_images: ClassVar[Any] = None  # where frames come as images: see `generic.py`
+    split_images: ClassVar[Any] = None
 
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
         from mmaccel.models.generate import DecodeTimings, generate
@@ -143,8 +143,8 @@ class Family(ModelFamily):
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         if has_sliding_window(config) and not self.sliding_layers(model):
             raise ModelError(
-                f"sliding_window: layers of this model see its last {config.sliding_window} tokens alone, which family "
-                f"{self.name!r} does not compute; set sliding_window to None, or use the model without mmaccel."
+                f"sliding_window: layers of this model attend only to the last {config.sliding_window} tokens, which family "
+                f"{self.name!r} does not support; set sliding_window to None, or use the model without mmaccel."
             )
         if recipe.prune is not None:
             signals.check_vision_tower(self, model, recipe.prune)
@@ -225,14 +225,14 @@ class Family(ModelFamily):
 
     def token_grids(self, model: nn.Module, inputs: Inputs) -> tuple[list[Grid], list[Grid]]:
         """Return the token grids of a prompt's images and of its videos, each list in order of appearance over the batch."""
-        raise self._lacks("how its visual tokens are laid out")
+        raise self._lacks("token_grids")
 
     def pixel_rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
         """For each pixel input of images (IMAGE) or videos (VIDEO), return the number of first-axis rows of each item."""
-        raise self._lacks("which pixels are whose; give prompts one by one")
+        raise self._lacks("pixel_rows_per_item", ", or give prompts one by one")
 
-    def _lacks(self, what: str) -> ModelError:
-        return ModelError(f"{self.name}: this family does not say {what}.")
+    def _lacks(self, method: str, instead: str = "") -> ModelError:
+        return ModelError(f"family {self.name!r} does not define {method}; override it{instead}.")
 
     def given_modalities(self, inputs: Inputs) -> set[int]:
         """Return which of IMAGE and VIDEO a prompt has pixels for; placeholders of the other kind count as text."""
@@ -256,7 +256,7 @@ class Family(ModelFamily):
         self, config: Any, kind: int, units: int, generator: torch.Generator
     ) -> tuple[list[int], dict[str, Tensor]]:
         """Make token ids and random pixels of a small image, or video of `units` time steps, for a model of `config`."""
-        raise self._lacks("what a small prompt of it is made of")
+        raise self._lacks("tiny_visual_input")
 
     def complete_tiny_inputs(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add what a small test prompt `made`, joined from pieces, still lacks as model inputs; by default nothing."""
@@ -338,11 +338,11 @@ class Family(ModelFamily):
 
     def split_pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
         """Return the pixels [T, ...] of the video of `inputs`, one row a frame; and a function from such rows to inputs."""
-        raise self._lacks("which pixels are a frame's")
+        raise self._lacks("split_pixels_by_frame")
 
     def count_patches(self, model: nn.Module, pixels: Tensor) -> int:
         """Return the number of patches that the vision tower makes of `pixels`."""
-        raise self._lacks("how many patches its vision tower sees")
+        raise self._lacks("count_patches")
 
     def encode_pixels(
         self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Features
@@ -352,7 +352,7 @@ class Family(ModelFamily):
         features  runs the vision tower on parts (pixels, arguments of `given` that differ for the part) and yields the
                   features of each in order; a part has at most `most` patches, unless a single item has more
         """
-        raise self._lacks("how its visual inputs are cut")
+        raise self._lacks("encode_pixels")
 
     def input_norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
         return fused_norm(self.attended_layers(model)[layer].input_layernorm, hidden, self)

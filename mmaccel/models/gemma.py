@@ -43,8 +43,8 @@ class Gemma3(GenericFamily):
     decoder_layers = rms_norms = gated_mlps = frozenset[str]()
     unable: ClassVar[Mapping[str, str]] = {
         **GenericFamily.unable,
-        "streams": "have layers that see the last tokens of a prompt alone, which no memory of streams keeps for them",
-        "pruning": "have layers that see the last tokens of a prompt alone, and would see others once some are left out",
+        "streams": "have sliding-window layers, which memories of streams do not support",
+        "pruning": "have sliding-window layers, whose windows would move if tokens were dropped",
     }
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "gemma3": {
@@ -153,8 +153,8 @@ class Gemma3(GenericFamily):
 
 @register("model", "gemma4")
 class Gemma4(Gemma3):
-    """``Gemma4ForConditionalGeneration``: prompts write a time before each frame; full-attention layers have larger
-    heads."""
+    """``Gemma4ForConditionalGeneration``: prompts have a timestamp before each frame; heads of full-attention layers
+    are larger than those of sliding-window layers."""
 
     model_types = ("gemma4",)
     extra_inputs = frozenset({"mm_token_type_ids", "image_position_ids", "video_position_ids"})

@@ -66,7 +66,7 @@ TOWER: dict[str, Any] = {
 
 @register("model", "generic")
 class GenericFamily(Family):
-    """Models whose frames are found from pixels and placeholder tokens; sparse patterns, windows and drafts work on them."""
+    """Models whose frames mmaccel finds from the pixels and the placeholder tokens of a prompt."""
 
     model_types: ClassVar[tuple[str, ...]] = (
         "internvl",
@@ -282,15 +282,15 @@ class GenericFamily(Family):
 
 @register("model", "other")
 class UnlistedFamily(GenericFamily):
-    """Any image or video model of transformers that has no family of its own, if all its layers have full attention.
-    Untested: our tests cover no such model."""
+    """Any other image-text-to-text model of transformers whose layers all have full, causal attention. Tests cover one of
+    them, Idefics3."""
 
     model_types = ("*",)
     rotate_function = ""
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     unable: ClassVar[Mapping[str, str]] = {
-        "streams": "have frames that mmaccel does not know how to cut from their pixels",
-        "pruning": "have layers that mmaccel does not know how to read between",
+        "streams": "have pixels that mmaccel does not know how to split by frame",
+        "pruning": "have decoder layers whose parts mmaccel does not know",
     }
 
     def supports_model_type(self, kind: str) -> bool:
@@ -302,27 +302,27 @@ class UnlistedFamily(GenericFamily):
         config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         kind = str(model.config.model_type)  # type: ignore[union-attr]
         if why := self._odd(model, config):
-            raise ModelError(f"model type {kind!r} is not supported: {why}.")
+            raise ModelError(f"model type {kind!r} is not supported: {why}; give another model.")
         super().check_recipe(model, recipe)
         if kind not in _TOLD:
             _TOLD.add(kind)
             warn(
-                f"model type {kind!r} is served as any other: patterns, windows and drafts act; streams and pruners do not, "
-                "nor do patterns by modality where its placeholders are not known."
+                f"model type {kind!r} has no family of its own: patterns, kv 'window' and drafts work, sessions and pruners "
+                "do not; patterns by modality take all tokens for text if its config names no placeholder token."
             )
 
     def _odd(self, model: nn.Module, config: Any) -> str | None:
-        """What of the model no recipe may be laid on."""
+        """Why no recipe can be attached to the model; None: it can."""
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
         if kinds:
-            return f"it has layers of the kind {min(kinds)!r}"
+            return f"it has layers of type {min(kinds)!r}"
         if getattr(config, "cross_attention_layers", None):
-            return "it has layers of cross-attention"
+            return "it has cross-attention layers"
         own_masks = hasattr(model, "create_masks_for_generate")
         if own_masks or getattr(config, "use_bidirectional_attention", None):
-            return "it makes masks in which tokens attend to later ones"
+            return "some of its tokens attend to later tokens"
         if getattr(config, "num_key_value_heads", None) is None or getattr(config, "kv_lora_rank", None):
-            return "its keys and values are not those of grouped heads"
+            return "it does not have multi-head or grouped-query attention"
         if isinstance(model, ConfigOnlyModel):
             return None
         attentions = [
@@ -330,9 +330,9 @@ class UnlistedFamily(GenericFamily):
         ]
         names = ("q_proj", "k_proj", "layer_idx")
         if not attentions or not all(hasattr(one, name) for one in attentions for name in names):
-            return "not all of its layers are self-attention with projections of queries and keys"
+            return "not all of its layers have self-attention with q_proj and k_proj"
         windows = any(getattr(one, "sliding_window", None) for one in attentions)
-        return "some of its layers see a window alone" if windows else None
+        return "some of its layers have sliding-window attention" if windows else None
 
 
 _TOLD: set[str] = set()

@@ -32,7 +32,7 @@ _ASIDE: dict[str, Any] = {
 
 @register("model", "glm4v")
 class Glm4V(Qwen25VL):
-    """``Glm4vForConditionalGeneration`` and ``Glm46VForConditionalGeneration``: prompts write a time between frames."""
+    """``Glm4vForConditionalGeneration``, ``Glm46VForConditionalGeneration``: prompts have a timestamp after each frame."""
 
     model_types: ClassVar[tuple[str, ...]] = ("glm4v", "glm46v")
     extra_inputs = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})

@@ -157,8 +157,8 @@ class LlavaVisionScorer(VisionScorer):
 
 @register("model", "llava_onevision")
 class LlavaOnevision(Family):
-    """``LlavaOnevisionForConditionalGeneration``. In the token layout an image's base view is a frame, which its tiles
-    follow."""
+    """``LlavaOnevisionForConditionalGeneration``. In the token layout an image is one frame, its base view, and then its
+    high-resolution tiles."""
 
     model_types = ("llava_onevision",)
     extra_inputs = frozenset({"image_sizes", "image_sizes_videos", "batch_num_images"})

@@ -1,6 +1,6 @@
 """Loads models from a folder, the hub, or the tiny models of mmaccel-lab; spreads a model's layers over several devices.
 
-If a model exceeds one device, its decoder layers are placed in consecutive runs, one a device in order. All else (vision
+If a model exceeds one device, its decoder layers are placed in consecutive runs, one per device, in order. All else (vision
 tower, embeddings, final norm, LM head) is on the first device, where prompts enter and logits leave. `MoveInputsHook` moves
 the hidden state, and the arguments shared by all layers, from device to device.
 """
@@ -84,13 +84,13 @@ def load_model(
     attn_implementation: Any = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load an unmodified transformers model in evaluation mode, on `device` (default: CPU). Raises `ModelError` if it cannot
-    be loaded, and, for an unsupported model type, before any weight is read.
+    """Load the model `name` (a folder, a hub name or a tiny model), unmodified, in evaluation mode; `dtype` "auto" is the
+    checkpoint's. Raises `ModelError` if it cannot be loaded, and, for an unsupported model type, before weights are read.
 
-    The keywords are passed to `from_pretrained`. Weights are loaded straight to `device`, or as `device_map` says ("auto", a
-    device, or modules by name); both need the package accelerate, without which they pass through host memory. With
-    `devices` the decoder layers are spread over these in order, and everything else is on the first; the model is read into
-    host memory before.
+    Give one of `device` (default: CPU), `device_map` ("auto", a device, or modules by name) and `devices`, over which the
+    decoder layers are spread in order, with everything else on the first. `device_map` needs the package accelerate. Weights
+    are read into host memory first for `devices`, and for `device` without accelerate. The arguments after `*` are passed to
+    `from_pretrained`.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -301,7 +301,7 @@ def spread_layers_over_devices(model: nn.Module, devices: Sequence[torch.device 
     places = [torch.device(device) for device in devices]
     if not 1 <= len(places) <= len(layers):
         raise ModelError(
-            f"devices: {len(places)} for a model of {len(layers)} layers; give one or more, at most one a layer."
+            f"devices: {len(places)} devices for {len(layers)} layers; give one or more, at most one for each layer."
         )
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
     ends = sum(p.nbytes for p in model.parameters()) - sum(sizes)
@@ -396,4 +396,4 @@ def _remote_code_message(name: str, error: Exception) -> str | None:
 
 
 def _own_code(name: str) -> str:
-    return f"model {name!r} brings code of its own, which is not run; give a model of a family that transformers has."
+    return f"model {name!r} needs code of its own, which is not run; give a model that transformers has a class for."

@@ -394,7 +394,7 @@ def _style_of(model_type: str) -> ProcessorSpec:
     """The style of a model type; raises `ModelError` where no family has one."""
     if model_type not in (known := processor_specs()):
         raise ModelError(
-            f"model type {errors.quoted(model_type)} is not one of {', '.join(sorted(known))}, and transformers' own "
-            "processor cannot be loaded; install torchvision, or mend the folder."
+            f"model type {errors.quoted(model_type)} is not one of {', '.join(sorted(known))}, which mmaccel's own "
+            "processor serves, and transformers' cannot be loaded; install torchvision, or fix the folder."
         )
     return known[model_type]

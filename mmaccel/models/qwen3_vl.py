@@ -1,4 +1,4 @@
-"""Qwen3-VL: interleaved M-RoPE, QK norms, DeepStack; prompts write each frame's time before it."""
+"""Qwen3-VL: interleaved M-RoPE, QK norms, DeepStack; prompts have a timestamp before each frame."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _VISION: dict[str, Any] = {**TOWER, "num_position_embeddings": 16, "deepstack_vi
 
 @register("model", "qwen3_vl")
 class Qwen3VL(Qwen25VL):
-    """``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration``: frames with their times between."""
+    """``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration``: prompts have a timestamp before each
+    frame."""
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     extra_inputs = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})

@@ -313,7 +313,7 @@ def _reduced(
     built: Any = shapes.build_from_config(config, dtype, place)
     family: Any = adapter_for(built)
     if family.recurrent_layers(built):
-        raise ModelError(f"models of the family {family.name!r} have layers of two kinds.")
+        raise ModelError(f"models of the family {family.name!r} have recurrent layers.")
     if processor is None:
         processor = _processor(built.config)
     built.config.video_token_id, built.config.image_token_id = (

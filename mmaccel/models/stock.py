@@ -152,8 +152,8 @@ class HFProcessor(Processor):
             step = getattr(getattr(self.stock, "video_processor", None), "temporal_patch_size", None) or 1
             least = f" (of {step} frames or more)" if step > 1 else ""
             raise ModelError(
-                f"{type(self.stock).__name__} makes no inputs of this ({one_line_error(error)}); give other images, videos"
-                f"{least} or texts, and of several videos frames=, so many of each."
+                f"{type(self.stock).__name__} cannot process these inputs ({one_line_error(error)}); give other images, "
+                f"videos{least} or texts; for several videos give frames=, the same number for each."
             ) from error
         return {name: value for name, value in made.items() if isinstance(value, Tensor)}
 
@@ -210,7 +210,7 @@ def wrap_processor(
         return guarded
     if not all(hasattr(processor, name) for name in ("tokenizer", "apply_chat_template", "save_pretrained")):
         raise ModelError(
-            f"processor: {quoted(processor)} is none; give the model's own, by mmaccel.load_processor or AutoProcessor."
+            f"processor: {quoted(processor)} is not a processor; give the model's own, by load_processor or AutoProcessor."
         )
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -261,5 +261,5 @@ def _stock(place: Path) -> Any:
     check_model_type(config)
     why = f"it gives a {type(found).__name__}" if cause is None else one_line_error(cause)
     raise ModelError(
-        f"{place}: transformers makes no processor of it ({why}); install the package that is named, or mend the folder."
+        f"{place}: transformers cannot load its processor ({why}); install the package that is named, or fix the folder."
     ) from cause

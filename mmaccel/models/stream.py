@@ -263,12 +263,12 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
 
     def __init__(self, model: nn.Module, family: Any, processor: Any) -> None:
         if why := family.unable.get("streams"):
-            raise ModelError(f"models of the family {family.name!r} {why}; ask by generate.")
+            raise ModelError(f"models of the family {family.name!r} {why}; use generate, not a session.")
         if not isinstance(processor, Processor) or getattr(processor, "guessed", False):
             processor = wrap_processor(processor, model.config.model_type)  # type: ignore[union-attr, arg-type]
         if processor.model_type not in family.model_types:
             raise ModelError(
-                f"processor: it is one of {processor.model_type!r} and the model is not; load the model's own."
+                f"processor: it is for models of type {processor.model_type!r}, not for this one; load the model's own."
             )
         super().__init__(model, family)
         self.processor = processor

@@ -69,8 +69,8 @@ class TinyModels:
         form: Any = self.kind.config_class
         if form.model_type not in self.family.tiny:
             raise ModelError(
-                f"{self.family.name}: this family does not say how a tiny {form.model_type!r} is made, so it cannot be "
-                "checked; register a family with tiny={...} of this type."
+                f"family {self.family.name!r} has no tiny[{form.model_type!r}], which check_family needs; register a family "
+                "with such settings of a tiny configuration."
             )
         given = copy.deepcopy(dict(self.family.tiny[form.model_type]))
         if layers is not None:

@@ -243,7 +243,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path, monkeypatch: py
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(
-        ModelError, match="brings code of its own, which is not run; give a model of a family"
+        ModelError, match="needs code of its own, which is not run; give a model that transformers"
     ):
         mmaccel.load_model(tmp_path)
     assert not list(tmp_path.rglob("ran")) and "evil" not in sys.modules

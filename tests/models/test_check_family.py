@@ -150,7 +150,7 @@ def test_a_fault_is_found(fault: str, kind: str, monkeypatch: pytest.MonkeyPatch
 def test_a_family_without_a_tiny_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Qwen3VL, "tiny", {})
     with pytest.raises(
-        ModelError, match="a tiny 'qwen3_vl' is made, so it cannot be checked; register a family"
+        ModelError, match=r"'qwen3_vl' has no tiny\['qwen3_vl'\], which check_family needs; register a family"
     ):
         mmaccel.check_family("qwen3_vl")
     with pytest.raises(ModelError, match="give a model of transformers, its class or a model type"):
@@ -176,12 +176,14 @@ def test_any_other_model_is_served_and_told_of(monkeypatch: pytest.MonkeyPatch) 
     )
     generic._TOLD.discard("idefics3")
     try_only(monkeypatch, "_dense _patterns _pruners", "a_shape")
-    with pytest.warns(mmaccel.MmaccelWarning, match="'idefics3' is served as any other: patterns, windows"):
+    with pytest.warns(
+        mmaccel.MmaccelWarning, match="'idefics3' has no family of its own: patterns, kv 'window'"
+    ):
         rows = mmaccel.check_family(transformers.Idefics3ForConditionalGeneration, quiet=True)
     model = family_of("idefics3").tiny_model_factory(transformers.Idefics3ForConditionalGeneration).model()
     model.model.text_model.layers[1].self_attn.sliding_window = 8
     with pytest.raises(
-        ModelError, match="'idefics3' is not supported: some of its layers see a window alone"
+        ModelError, match="'idefics3' is not supported: some of its layers have sliding-window"
     ):
         mmaccel.accelerate(model)
     assert ("prune fastv", True) in [(name, kept) for name, _, kept in rows]
@@ -202,7 +204,9 @@ def test_windows_that_a_family_does_not_compute_are_refused(kind: str, text: str
         else transformers.CONFIG_MAPPING[text](**{k: v for k, v in own.items() if k != "model_type"})
     )
     model = made.kind(config).float().eval()
-    with pytest.raises(ModelError, match="sliding_window: layers of this model see its last 8 tokens alone"):
+    with pytest.raises(
+        ModelError, match="sliding_window: layers of this model attend only to the last 8 tokens"
+    ):
         mmaccel.accelerate(model)
     layers = model.get_decoder().layers
     assert not step.can_fuse_layers(layers, "silu", family_of(kind))

@@ -107,7 +107,7 @@ def test_a_draft_that_goes_back_farther_than_the_layers_is_refused(kind: str) ->
 def test_streams_are_refused(built: Any) -> None:
     kind, model = built
     processor = sampler(kind).processor(model.config)
-    with pytest.raises(ModelError, match="no memory of streams keeps for them; ask by generate"):
+    with pytest.raises(ModelError, match="memories of streams do not support; use generate"):
         mmaccel.VideoSession(model, processor, None, kv="rekv")
 
 

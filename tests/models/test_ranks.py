@@ -318,7 +318,7 @@ def test_a_batch_and_a_model_with_deepstack(ranks: list[dict[str, Any]]) -> None
 def test_what_is_not_shared_is_refused_in_a_sentence(ranks: list[dict[str, Any]]) -> None:
     told = ranks[0]["refused"]
     assert told == ranks[1]["refused"] and set(told) == {*WRONG, "mesh", "states", "padded", "weights"}
-    assert told["window"].startswith("kv 'window': under context_mesh a process holds a share of the columns")
+    assert told["window"].startswith("kv 'window': under context_mesh a process holds a share of the cache")
     assert told["mesh"].startswith("context_mesh: give a DeviceMesh of one dimension")
     assert told["states"].startswith("context_mesh: recurrent layers")
     assert "give prompts of one length" in told["padded"] and "output_attentions" in told["weights"]

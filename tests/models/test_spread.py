@@ -81,7 +81,7 @@ def test_it_says_what_it_says_on_one_device(family: tuple[str, Any]) -> None:
 
 
 def test_fewer_layers_than_devices_is_told(family: tuple[str, Any]) -> None:
-    with pytest.raises(ModelError, match="at most one a layer"):
+    with pytest.raises(ModelError, match="at most one for each layer"):
         loading.spread_layers_over_devices(family[1], ["cpu"] * 4)
     with pytest.raises(ModelError, match="give one or more"):
         loading.spread_layers_over_devices(family[1], [])

@@ -276,7 +276,7 @@ def test_ours_gives_what_stock_gives(folder: Path, special: bool) -> None:
 
 def test_what_stock_refuses_is_one_sentence(tmp_path: Path) -> None:
     processor = mmaccel.load_processor(write_model(tmp_path / "model", "llava_onevision"))
-    with pytest.raises(ModelError, match=r"LlavaOnevisionProcessor makes no inputs of this \(.*frames="):
+    with pytest.raises(ModelError, match=r"LlavaOnevisionProcessor cannot process these inputs \(.*frames="):
         processor(["<video>", "<video>"], videos=[noise(2, 3, 9, 9), noise(1, 3, 9, 9)])
     with pytest.raises(ModelError, match="has 0 placeholders"):
         processor("what", videos=noise(2, 3, 9, 9))
@@ -319,13 +319,11 @@ def test_a_session_takes_a_processor_whose_class_several_types_share(shipped: An
 
 def test_a_session_refuses_another_models_processor_and_what_is_none(shipped: Any) -> None:
     model, _ = pair("random-ov")
-    with pytest.raises(
-        ModelError, match="it is one of 'qwen2_5_vl' and the model is not; load the model's own"
-    ):
+    with pytest.raises(ModelError, match="it is for models of type 'qwen2_5_vl', not for this one; load the"):
         mmaccel.VideoSession(
             model, T.AutoProcessor.from_pretrained(stock.resolve_model_name(shipped("tiny-qwen")))
         )
-    with pytest.raises(ModelError, match=r"processor: 7 is none; give the model's own"):
+    with pytest.raises(ModelError, match=r"processor: 7 is not a processor; give the model's own"):
         mmaccel.VideoSession(model, 7)
 
 

@@ -54,7 +54,7 @@ class ContextGroup:
             )
         if sliding:
             raise ModelError(
-                "context_mesh: layers with a sliding window keep columns of their own; leave it out for this model."
+                "context_mesh: sliding-window layers cannot split a sequence over processes; leave it out for this model."
             )
         for kind, part, serves in (
             ("kv", recipe.kv, recipe.kv.shares_columns),
@@ -64,8 +64,8 @@ class ContextGroup:
             if not serves:
                 able = registry("kv").matching_names_text(lambda cls: cls.shares_columns)
                 raise RecipeError(
-                    f"{kind} {part.name!r}: under context_mesh a process holds a share of the columns, which only kv {able} "  # type: ignore[union-attr]
-                    f"without pruner and draft serves; leave {kind} out."
+                    f"{kind} {part.name!r}: under context_mesh a process holds a share of the cache, which only kv {able} "  # type: ignore[union-attr]
+                    f"without pruner and draft supports; leave {kind} out."
                 )
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         self._runs = False  # its share of `run_sharded`

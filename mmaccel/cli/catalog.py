@@ -85,10 +85,9 @@ def list_names(
     out().print(
         "",
         families,
-        "streams: sessions, and every kv but full and window. trees: the drafts tree and sparse_to_dense. vision pruners: "
-        f"visionzip. Without {STEPS[1]}, and with quantized weights, decoding runs transformers' code, which is slower on "
-        "CUDA; generic and other have it for Llama, Mistral, Qwen2 and Qwen3. Prompts go through the recurrent layers of "
-        "qwen3_5 in transformers' code, which is slow without flash-linear-attention.",
+        "streams: sessions, any kv but full and window. trees: drafts tree and sparse_to_dense. vision pruners: visionzip. "
+        f"{STEPS[1]}: faster on CUDA, not for quantized weights; in generic and other for Llama, Mistral, Qwen2 and Qwen3. "
+        "Recurrent layers (qwen3_5) prefill in transformers' code, which is slow without flash-linear-attention.",
         sep="\n",
     )
 

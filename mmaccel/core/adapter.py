@@ -131,8 +131,7 @@ class ModelAdapter(ABC):
     name: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     unable: ClassVar[Mapping[str, str]] = {}
-    """What its models do not support, and why, as words after "its models": "streams" (sessions, and memories for streams),
-    "pruning", "trees" (drafts that propose trees, or read the target's memory)."""
+    """What its models do not support ("streams", "pruning", "trees"), and why, as words that go on after "its models"."""
 
     @abstractmethod
     def geometry(self, model: nn.Module) -> Geometry:

@@ -22,8 +22,7 @@ _VISION: dict[str, Any] = {**TOWER, "num_position_embeddings": 16, "deepstack_vi
 
 @register("model", "qwen3_vl")
 class Qwen3VL(Qwen25VL):
-    """``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration``: prompts have a timestamp before each
-    frame."""
+    """``Qwen3VLForConditionalGeneration``, ``Qwen3VLMoeForConditionalGeneration``: a timestamp before each frame."""
 
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     extra_inputs = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw"})

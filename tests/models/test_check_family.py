@@ -1,6 +1,8 @@
 """Every family keeps its promises on tiny models of transformers' own classes, and one that breaks them is found."""
 
 import copy
+import inspect
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from mmaccel.core.prefill.masked import BidirectionalImages
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import deepstack, gemma, generic, step, tiny
+from mmaccel.models.family import Family
 from mmaccel.models.generic import GenericFamily, UnlistedFamily
 from mmaccel.models.prompt_layout import format_time
 from mmaccel.models.qwen2_5_vl import Qwen25VL
@@ -145,6 +148,11 @@ def test_a_fault_is_found(fault: str, kind: str, monkeypatch: pytest.MonkeyPatch
     try_only(monkeypatch, check, *[fault.split()[0]] * (check == "_patterns"))
     with pytest.raises(ModelError, match=said):
         mmaccel.check_family(sampler(kind).kind, quiet=True)
+
+
+def test_every_fact_of_a_family_is_described() -> None:
+    described = re.findall(r"(?m)^(\w+) {2,}\S", inspect.getdoc(Family) or "")
+    assert described == list(Family.__annotations__)
 
 
 def test_a_family_without_a_tiny_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,5 +43,5 @@ def check_policy(policy: Any, *, rounds: int = 12, seed: int = 0) -> None:
         check_draft(policy)
     else:
         raise RecipeError(
-            f"policy: {quoted(policy)} is none; give an instance of a pattern, a memory, a draft or a pruner."
+            f"policy: {quoted(policy)} is not a policy; give an instance of a pattern, a memory, a draft or a pruner."
         )

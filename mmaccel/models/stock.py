@@ -259,7 +259,7 @@ def _stock(place: Path) -> Any:
     if ours:  # ours says what is wrong, where it is the folder
         return None
     check_model_type(config)
-    why = f"it gives a {type(found).__name__}" if cause is None else one_line_error(cause)
+    why = f"it is a {type(found).__name__}" if cause is None else one_line_error(cause)
     raise ModelError(
         f"{place}: transformers cannot load its processor ({why}); install the package that is named, or fix the folder."
     ) from cause

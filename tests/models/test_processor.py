@@ -281,7 +281,7 @@ def test_broken_folders_are_told(tmp_path: Path) -> None:
         Processor.from_pretrained(tmp_path)
 
     config = json.loads((write_model(tmp_path / "whole", "qwen2_5_vl") / "config.json").read_text())
-    types = "one of llava_onevision, qwen2_5_vl, qwen2_vl, and transformers' own"
+    types = "one of llava_onevision, qwen2_5_vl, qwen2_vl, which mmaccel's own"
     for number, (gone, written, told) in enumerate(
         (
             ("", "{", r"config\.json is not valid JSON .*; save it again"),

@@ -37,7 +37,6 @@ _TOLD_OF = {
 }
 """What else tells of the images and of the videos of a prompt, one by one."""
 
-
 _AROUND_FRAME: dict[str, Callable[[int, float], tuple[Words, Words]]] = {
     "internvl": lambda frame, time: (
         ["\n"] * (frame > 0) + [f"Frame{frame % 10**WIDE + 1:0{WIDE}d}: <img>"],
@@ -53,7 +52,7 @@ _AROUND_FRAME: dict[str, Callable[[int, float], tuple[Words, Words]]] = {
 }
 """What a processor writes beside a frame, of the number of the frame and its time in seconds."""
 
-TOWER: dict[str, Any] = {
+TOWER: dict[str, Any] = {  # of a tiny model
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -61,7 +60,6 @@ TOWER: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 7,
 }
-"""Of a tiny model."""
 
 
 @register("model", "generic")
@@ -269,21 +267,23 @@ class GenericFamily(Family):
 
     def positions(self, model: nn.Module, inputs: Inputs) -> Tensor:
         index = getattr(self.multimodal(model), "get_rope_index", None)
-        plain = super().positions(model, inputs)
-        if index is None:
-            return plain
-        known = inspect.signature(index).parameters
-        given = {name: x for name, x in inputs.items() if name in known and x is not None}
-        kinds = given.get("mm_token_type_ids")
-        if kinds is None or not any(is_nonempty(given.get(name)) for name in GRIDS.values()):
-            return plain.expand(3, -1, -1)
-        return index(**given)[0]  # type: ignore[no-any-return]
+        known = {} if index is None else inspect.signature(index).parameters
+        lacks = "mm_token_type_ids" in known and inputs.get("mm_token_type_ids") is None
+        if index is None or lacks or not any(is_nonempty(inputs.get(name)) for name in GRIDS.values()):
+            return super().positions(model, inputs)  # of any number of coordinates the model makes its own
+        heard, lengths = inputs.get("feature_attention_mask"), inputs.get("audio_feature_lengths")
+        told = {
+            "attention_mask": torch.ones_like(inputs["input_ids"]),
+            "audio_seqlens": lengths if heard is None else heard.sum(1),
+            "second_per_grids": inputs.get("video_second_per_grid"),
+            **{name: x for name, x in inputs.items() if x is not None},
+        }
+        return index(**{name: told[name] for name in known if name in told})[0]  # type: ignore[no-any-return]
 
 
 @register("model", "other")
 class UnlistedFamily(GenericFamily):
-    """Any other image-text-to-text model of transformers whose layers all have full, causal attention. Tests cover one of
-    them, Idefics3."""
+    """Any other image or video model of transformers, if all its layers have full attention. Tests cover a few of them."""
 
     model_types = ("*",)
     rotate_function = ""

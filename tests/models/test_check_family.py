@@ -227,6 +227,40 @@ def test_windows_that_a_family_does_not_compute_are_refused(kind: str, text: str
     assert step.can_fuse_layers(layers, "silu", family_of(kind))
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_omni_thinker", "hunyuan_vl"])
+def test_positions_of_another_model_are_its_own(kind: str) -> None:
+    """Qwen2.5-Omni finds images by their tokens alone; of text HunYuan makes four coordinates itself."""
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip("a newer transformers has it")
+    config, omni = transformers.CONFIG_MAPPING[kind](), kind != "hunyuan_vl"
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3] if omni else [2] * 4}
+    text = {**tiny.TEXT, "layer_types": None, "head_dim": 16, "rope_parameters": rope}
+    few = {**tiny.TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "fullatt_block_indexes": [0]}
+    few |= {
+        "text_hidden_size": 64,
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_ffn_dim": 32,
+        "output_dim": 64,
+    }
+    few |= {"encoder_attention_heads": 2}
+    towers = {
+        x: getattr(config, x).to_dict() for x in ("vision_config", "audio_config") if hasattr(config, x)
+    }
+    towers = {x: {name: few.get(name, value) for name, value in one.items()} for x, one in towers.items()}
+    ids = {"image_token_index": 190, "vision_start_token_id": 192, "pad_token_id": 0}
+    made = type(config)(text_config=text, **towers, **ids)
+    model: Any = family_of(kind).tiny_model_factory(kind).kind(made).float().eval()
+    given = {"input_ids": torch.tensor([[*range(3, 30), 192, *[190] * 8 * omni, *range(40, 60)]])}
+    if omni:
+        given |= {"pixel_values": torch.randn(32, 1176), "image_grid_thw": torch.tensor([[1, 4, 8]])}
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    with torch.no_grad():
+        plain = model(**given).logits
+        with mmaccel.accelerate(model):
+            assert torch.equal(model(**given).logits, plain)
+
+
 def like_smolvlm(config: Any) -> Any:
     return SimpleNamespace(model_type="smolvlm", image_token_id=config.image_token_id)
 

@@ -110,8 +110,7 @@ class Family(ModelFamily):
 
         if isinstance(like, ConfigOnlyModel):
             return config_only_view(path).model
-        first = next(like.parameters())
-        return load_model(path, dtype=first.dtype, device=first.device)
+        return load_model(path, dtype=next(like.parameters()).dtype, device=home_device(like))
 
     def stream_adapter(self, model: nn.Module, processor: Any) -> StreamAdapter:
         from mmaccel.models import stream, units

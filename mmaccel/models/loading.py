@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import ConfigOnlyModel, ModelView
+from mmaccel.core.adapter import ConfigOnlyModel, ModelView, home_device
 from mmaccel.core.attach import adapt_recipe_to_model, adapter_for, family_of
 from mmaccel.core.errors import ModelError, UnknownName, one_line_error, quoted
 from mmaccel.core.files import outside
@@ -195,8 +195,8 @@ def load_text_model(name: str | Path, like: nn.Module) -> nn.Module | None:
     config = _config(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or isinstance(like, ConfigOnlyModel):
         return ConfigOnlyModel(config)
-    first = next(like.parameters())
-    return _read(AutoModelForCausalLM, source, first.dtype).to(first.device).eval()  # type: ignore[no-any-return]
+    dtype = next(like.parameters()).dtype
+    return _read(AutoModelForCausalLM, source, dtype).to(home_device(like)).eval()  # type: ignore[no-any-return]
 
 
 def _type(source: str) -> str:

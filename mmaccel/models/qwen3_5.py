@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -64,7 +65,9 @@ class Qwen35(Qwen3VL):
         return self.config_geometry(config, kinds.count("full_attention"))
 
     def geometry(self, model: nn.Module) -> Geometry:
-        return self.global_geometry(model)  # the rows of q_proj are queries and their gates
+        whole, found = self.global_geometry(model), super().geometry(model)
+        # The rows of q_proj are queries and their gates.
+        return whole if found.kv_heads == whole.kv_heads else replace(found, heads=found.heads // 2)
 
     def rollback_limit(self, model: nn.Module) -> int:
         from mmaccel.models import recurrent

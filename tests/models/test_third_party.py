@@ -30,7 +30,7 @@ from mmaccel.policies.kv.full import Full
 from mmaccel.policies.kv.window import Window
 from mmaccel.policies.sparse.dense import Dense
 from tests.models.streams import film, pair, processor_like
-from tests.models.test_loading import QUANTIZED, SPARSE, quantized, said_by
+from tests.models.test_loading import QUANTIZED, SPARSE, STOCK, quantized, said_by
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
 
 pytestmark = pytest.mark.in_turn("kind", 3)
@@ -230,8 +230,7 @@ def test_a_model_in_a_wrapper_is_accelerated_inside(family: str) -> None:
 def halved(model: Any) -> Any:
     """A process's half of `model` under tensor parallelism: its config is that of the whole."""
     half = copy.deepcopy(model)
-    for layer in half.model.language_model.layers:
-        own = layer.self_attn
+    for own in adapter_for(half).attentions(half):  # type: ignore[attr-defined]
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             linear, axis = getattr(own, name), int(name == "o_proj")
             some = linear.weight.shape[axis] // 2
@@ -267,7 +266,7 @@ def test_a_shard_of_heads_is_taken_as_it_is(family: str, recipe: dict[str, Any])
         assert torch.equal(other.generate(**inputs, **TOLD), got)
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen", "tiny-ov"])
+@pytest.mark.parametrize("name", ["tiny-qwen", "tiny-ov", pytest.param("tiny-hybrid", marks=STOCK)])
 def test_a_stream_on_a_shard_of_heads(name: str, random_folder: Callable[[str], Path]) -> None:
     folder = random_folder(name)
     half = halved(mmaccel.load_model(folder))
@@ -298,6 +297,10 @@ def test_a_stream_on_offloaded_weights(random_folder: Callable[[str], Path], tmp
     assert asked(tmp_path / "offloaded") == plain
     with mmaccel.VideoSession.resume(model, processor, tmp_path / "plain") as session:
         assert session.frames == 24, "the same weights, wherever they are"
+    # A draft from a folder goes where the weights are brought to.
+    with mmaccel.accelerate(model, draft={"name": "sequential", "model": str(folder)}) as fast:
+        model.generate(**processor.chat("What is shown?"), **TOLD)
+        assert fast.report().draft["accepted"] == fast.report().draft["proposed"] > 0
 
 
 @pytest.mark.parametrize("family", sorted(BUILD))

@@ -152,7 +152,7 @@ class Processor:
         list, or a list for each text (for LLaVA several images of one text are then not cut into tiles). A
         video is a path, a `media.Video`, frames `[T, 3, H, W]` or a list of images. `fps`, one number or one
         a video, is the rate to sample a path at, and the rate of bare frames. `frames` takes so many of each
-        video, evenly spaced; with "auto" as many of a path as `model` has room for, and a warning says how many.
+        video, evenly spaced; with "auto" as many of a path as `model` has room for (several share it), told by a warning.
         Without either, a path gives what the folder's files name, else what the model's own users take (`VideoBudget`).
 
         `input_ids` and `attention_mask` are `[B, S]`, padded on `padding_side`. Pixels are made on `device`
@@ -306,7 +306,7 @@ class Processor:
         if frames == "auto" and model is None:
             raise ModelError("frames: 'auto' takes what a model has room for; give it as model=.")
         pairs = [
-            read_prompt_video(self, video, rate, frames, model)
+            read_prompt_video(self, video, rate, frames, model, len(videos))
             if isinstance(video, str | os.PathLike)
             else load_frames(video, rate, frames=None if frames == "auto" else frames)
             for video, rate in zip(videos, rates, strict=True)

@@ -110,21 +110,26 @@ def read_sampled_video(
 
 
 def read_prompt_video(
-    processor: Any, path: str | os.PathLike[str], rate: float | None, frames: Any, model: Any
+    processor: Any, path: str | os.PathLike[str], rate: float | None, frames: Any, model: Any, videos: int = 1
 ) -> tuple[Tensor, float | None]:
-    """Return the frames [T, 3, H, W] of a prompt's video file and their rate; see `Processor.__call__` for the arguments."""
+    """Return the frames [T, 3, H, W] of a prompt's video file, one of `videos`, and their rate; see `Processor.__call__` for
+    the arguments."""
     if frames == "auto":
-        frames, told = max_frames_that_fit(processor, model, path)
+        frames, told = max_frames_that_fit(processor, model, path, videos=videos)
         warn(f"{told}.")
     taken = read_sampled_video(processor, path, fps=rate, frames=frames)
     return taken.frames, taken.fps
 
 
 def max_frames_that_fit(
-    processor: Any, model: nn.Module, path: str | os.PathLike[str], recipe: Recipe | None = None
+    processor: Any,
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    recipe: Recipe | None = None,
+    videos: int = 1,
 ) -> tuple[int, str]:
-    """Return how many frames of a file fit under `recipe` (None: the attached one), and a sentence that names the limit: the
-    model's positions, its device's memory, or the file's length.
+    """Return how many frames of a file, one of so many `videos` of a call, fit under `recipe` (None: the attached one), and
+    a sentence that names the limit: the model's positions, its device's memory, or the file's length.
 
     Each number is tried on the prompt that the processor makes of so many frames. Raises `VideoError` for a source of
     unknown length.
@@ -139,7 +144,10 @@ def max_frames_that_fit(
     family: Any = adapter_for(model)
     limit = max_positions(family.text_model(model).config)
     reserve = min(RESERVE, (limit or 0) // 8)
-    positions = f"the model has {limit} positions, and {reserve} are left for the words and the answer"
+    shared = f", for {videos} videos" if videos > 1 else ""
+    positions = (
+        f"the model has {limit} positions{shared}, and {reserve} are left for the words and the answer"
+    )
     frames_per_unit = family.frames_per_unit(model)
     geometry, each = family.geometry(model), _element_bytes(model)
     held = (
@@ -159,12 +167,18 @@ def max_frames_that_fit(
         made = _prompt(processor, count, size, count / total * rate)
         tokens = made["input_ids"].numel()
         pixels = sum(x.numel() for name, x in made.items() if "pixel" in name)
+        frames = 6 * height * width * count
         rooms = {
-            f"{free / 2**30:.1f} GiB are free on {device}": (tokens * held + pixels) * each / (SHARE * free),
-            f"{host / 2**30:.1f} GiB of host memory are free": 6 * height * width * count / (SHARE * host),
+            f"{free / 2**30:.1f} GiB are free on {device}{shared}": (tokens * held + pixels)
+            * each
+            / free
+            / SHARE,
+            f"{host / 2**30:.1f} GiB of host memory are free{shared}": frames / host / SHARE,
         }
+        rooms = {name: videos * full for name, full in rooms.items()}
         if limit is not None:
-            rooms[positions] = (int(family.positions(model, made).max()) + 1 + reserve) / limit
+            last = int(family.positions(model, made).max()) + 1
+            rooms[positions] = (last * videos + reserve) / limit
         name = max(rooms, key=lambda one: rooms[one])
         return rooms[name], name, tokens
 

@@ -138,6 +138,9 @@ def test_auto_takes_all_that_there_is_room_for(name: str, tmp_path: Path, monkey
         with pytest.warns(MmaccelWarning, match=re.escape(told)):
             inputs = processor.chat("what colour ?", videos=path, frames="auto", model=model)
         assert int(family.positions(model, inputs).max()) < limit
+        with pytest.warns(MmaccelWarning, match="positions, for 2 videos, and"):
+            inputs = processor.chat("what colour ?", videos=[path, path], frames="auto", model=model)
+        assert limit // 2 < int(family.positions(model, inputs).max()) < limit
         monkeypatch.undo()
     # And so much memory; a window of keys needs less of it.
     monkeypatch.setattr("mmaccel.models.taking.free_host_bytes", lambda: 1 << 20)

@@ -3,6 +3,7 @@ many as fit."""
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,22 @@ def processor_frame_budget(processor: Any) -> VideoBudget:
     if known.fps is not None:
         known = replace(known, least=least or known.least, most=most or known.most)
     return known
+
+
+def default_frame_count(processor: Any, usual: VideoBudget, frames: int, rate: float) -> int:
+    """Return how many of `frames` frames at `rate` a second (0: unknown) to take: as many as transformers' own processor
+    samples, where it does and no `ProcessorSpec` says otherwise, at most ``usual.most``; else what `usual` says."""
+    stock = None if processor.video is not None else processor.video_processor
+    if not getattr(stock, "do_sample_frames", None) or not rate:
+        return usual.frame_count(frames, rate)
+    from transformers.video_utils import VideoMetadata
+
+    try:
+        told = VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)
+        taken = min(len(stock.sample_frames(told)), usual.most, frames)
+    except (ValueError, TypeError):  # of a video that is too short for it
+        return usual.frame_count(frames, rate)
+    return max(taken // usual.multiple * usual.multiple, 1)
 
 
 def budgeted_frame_size(processor: Any, frames: int, height: int, width: int) -> tuple[int, int] | None:
@@ -97,7 +114,8 @@ def read_sampled_video(
     if max_frames is not None:
         usual = replace(usual, most=max_frames, multiple=min(usual.multiple, max_frames) or 1)
     if frames is None and fps is None:
-        how.update(frames=usual.frame_count, fps=usual.fps, max_frames=usual.most)
+        rule = functools.partial(default_frame_count, processor, usual)
+        how.update(frames=rule, fps=usual.fps, max_frames=usual.most)
     else:
         how.update(frames=frames, fps=fps, max_frames=max_frames)
     video = media.read(path, fit=fit, **how)

@@ -7,11 +7,13 @@ import re
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import av
 import pytest
 import torch
+import transformers
 
 import mmaccel
 from mmaccel import media
@@ -202,6 +204,21 @@ def test_auto_counts_the_prompt_that_the_processor_makes(kind: str, tmp_path: Pa
     if kind == "glm4v":
         with pytest.raises(ModelError, match=r"videos \(of 2 frames or more\)"):
             processor.chat("what", videos=short, frames=1)
+
+
+def test_a_file_gives_as_many_frames_as_stock_takes() -> None:
+    pytest.importorskip("torchvision", reason="transformers' own processors need torchvision")
+    for name, settings, counts in (
+        ("Glm4v", {}, {2: 4, 100: 200, 700: 600}),
+        ("Glm46V", {}, {10: 60, 100: 200, 4000: 640}),
+        ("SmolVLM", dict(do_sample_frames=True, fps=1, num_frames=64), {20: 20, 700: 64}),
+        ("SmolVLM", {}, {20: 40}),  # it takes every frame: our own budget
+    ):
+        own = getattr(transformers, f"{name}VideoProcessor")(**settings)
+        one = SimpleNamespace(style=None, video=None, video_processor=own)
+        usual = processor_frame_budget(one)
+        found = {time: taking.default_frame_count(one, usual, time * 30, 30.0) for time in counts}
+        assert found == counts, name
 
 
 def test_the_report_says_what_was_taken(tmp_path: Path) -> None:

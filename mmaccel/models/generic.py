@@ -233,9 +233,7 @@ class GenericFamily(Family):
 
     def token_modalities(self, config: Any, ids: Tensor) -> Tensor:
         image, video = _token(config, "image"), _token(config, "video")
-        kinds = torch.zeros_like(ids)
-        if image is not None:
-            kinds[ids == image] = IMAGE
+        kinds = torch.where(ids == (-1 if image is None else image), IMAGE, TEXT)
         if video is not None:
             kinds[ids == video] = VIDEO
             return kinds
@@ -299,20 +297,22 @@ class UnlistedFamily(GenericFamily):
         return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     def check_recipe(self, model: nn.Module, recipe: Any) -> None:
-        config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-        kind = str(model.config.model_type)  # type: ignore[union-attr]
-        if why := self._odd(model, config):
-            raise ModelError(f"model type {kind!r} is not supported: {why}; give another model.")
+        self.check_layers(model)
         super().check_recipe(model, recipe)
-        if kind not in _TOLD:
+        if (kind := str(model.config.model_type)) not in _TOLD:  # type: ignore[union-attr]
             _TOLD.add(kind)
             warn(
                 f"model type {kind!r} has no family of its own: patterns, kv 'window' and drafts work, sessions and pruners "
                 "do not; patterns by modality take all tokens for text if its config names no placeholder token."
             )
 
-    def _odd(self, model: nn.Module, config: Any) -> str | None:
-        """Why no recipe can be attached to the model; None: it can."""
+    def check_layers(self, model: nn.Module) -> None:
+        """Raise `ModelError` for a model, or a configuration alone, whose layers no recipe may be attached to."""
+        if why := self._odd(model):
+            raise ModelError(f"model type {model.config.model_type!r} is not supported: {why}.")  # type: ignore[union-attr]
+
+    def _odd(self, model: nn.Module) -> str | None:
+        config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
         if kinds:
             return f"it has layers of type {min(kinds)!r}"

@@ -135,15 +135,17 @@ def load_model(
 
 
 def check_model_type(config: Mapping[str, Any]) -> None:
-    """Raise `ModelError` unless a family serves the model type of a config.json."""
-    try:
-        family_of(kind := str(config.get("model_type")))
-    except ModelError:
-        from transformers import CONFIG_MAPPING as TYPES
+    """Raise `ModelError` unless a family serves the model type, and the layers, of a config.json."""
+    from transformers import CONFIG_MAPPING as TYPES
 
+    try:
+        family: Any = family_of(kind := str(config.get("model_type")))
+    except ModelError:
         if kind in TYPES and not any(part in str([*config]) for part in ("vision", "visual", "image")):
             raise ModelError(f"models of type {kind!r} take no images or videos; give another.") from None
         raise
+    if "*" in family.model_types:
+        family.check_layers(ConfigOnlyModel(TYPES[kind].from_dict(dict(config))))
 
 
 def _read(
@@ -195,8 +197,7 @@ def load_text_model(name: str | Path, like: nn.Module) -> nn.Module | None:
     config = _config(source)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or isinstance(like, ConfigOnlyModel):
         return ConfigOnlyModel(config)
-    dtype = next(like.parameters()).dtype
-    return _read(AutoModelForCausalLM, source, dtype).to(home_device(like)).eval()  # type: ignore[no-any-return]
+    return _read(AutoModelForCausalLM, source, next(like.parameters()).dtype).to(home_device(like)).eval()  # type: ignore[no-any-return]
 
 
 def _type(source: str) -> str:

@@ -51,7 +51,7 @@ def processor_frame_budget(processor: Any) -> VideoBudget:
 def default_frame_count(processor: Any, usual: VideoBudget, frames: int, rate: float) -> int:
     """Return how many of `frames` frames at `rate` a second (0: unknown) to take: as many as transformers' own processor
     samples, where it does and no `ProcessorSpec` says otherwise, at most ``usual.most``; else what `usual` says."""
-    stock = None if processor.video is not None else processor.video_processor
+    stock: Any = None if processor.video is not None else processor.video_processor
     if not getattr(stock, "do_sample_frames", None) or not rate:
         return usual.frame_count(frames, rate)
     from transformers.video_utils import VideoMetadata

@@ -21,15 +21,8 @@ from mmaccel.core.streams.session import VideoSession
 BLOCK, EXACT, CLOSE = 16, 1e-6, 2e-5
 """Tokens of a block; and how far logits in float32 may be off: of a pattern that lists everything (or twice as far as those
 of the plain model are by two kinds of attention), and of all others."""
-PIECES: tuple[tuple[Any, ...], ...] = (
-    ("text", 6),
-    ("video", 33),
-    ("text", 1),
-    ("image",),
-    ("text", 3),
-    ("video", 33),
-    ("text", 9),
-)
+_FILM = ("video", 33)
+PIECES: Any = (("text", 6), _FILM, ("text", 1), ("image",), ("text", 3), _FILM, ("text", 9))
 _INNER = {"name": "a_shape", "sink": 8, "window": 24}
 _SIDES = {"text": {**_INNER, "window": 40}, "image": {**_INNER, "sink": 4}, "video": _INNER}
 SPARSE: dict[str, dict[str, Any]] = {
@@ -163,7 +156,7 @@ def _dense(tried: _Tried) -> Iterator[Row]:
 
 
 def _layout(tried: _Tried) -> Iterator[Row]:
-    """Pixels of a unit of a video change the embeddings of the columns of that unit, and of no others."""
+    """Pixels of a unit change the embeddings of its columns alone; a film that the tower encodes in parts is the same."""
     units = 5
     inputs = tried.prompt([("text", 4), ("video", units), ("text", 5)])
     layout = tried.family.layout(tried.model, inputs)
@@ -180,6 +173,13 @@ def _layout(tried: _Tried) -> Iterator[Row]:
             if not torch.equal(changed, (layout.frame[0] == unit) & (layout.modality[0] == VIDEO)):
                 wrong.append(unit)
     yield "columns of frames", f"{units} units, wrong: {wrong or 'none'}", not wrong
+    each = tried.family.count_patches(tried.model, inputs[name]) // units
+    film = tried.prompt([("video", (1 << 14) // each + 2)]) if each else inputs
+    with torch.no_grad():
+        before = tried.family.embed(tried.model, film)
+        with accelerate(tried.model):
+            far = float((tried.family.embed(tried.model, film) - before).abs().max())
+    yield "pixels in parts", f"embeddings off by {far:.1e}, at most {CLOSE:.0e}", far <= CLOSE
 
 
 def _patterns(tried: _Tried) -> Iterator[Row]:

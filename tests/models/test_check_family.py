@@ -119,6 +119,10 @@ FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
     "features that chunks lose": (deepstack, "slice_features", _lost, "_dense", "dense in chunks"),
     "frames that follow each other": (Qwen3VL, "token_grids", _together, "_dense", "placeholders"),
     "frames from the last to the first": (Qwen3VL, "layout", _backwards, "_layout", "columns of frames"),
+    "parts of a film from the last to the first": (
+        *(Qwen3VL, "encode_pixels", lambda *given: tuple(x.flip(0) for x in Qwen25VL.encode_pixels(*given))),
+        *("_layout", "pixels in parts: embeddings off by"),
+    ),
     "a method that raises": (Qwen3VL, "token_grids", None, "_dense", "on 'qwen3_vl': dense: TypeError"),
     "a_shape in one layer alone": (
         *(ForwardPass, "_plan", lambda self, layer, *given: None if layer else PLAN(self, layer, *given)),

@@ -393,8 +393,8 @@ def _untraced() -> None:
     model is one graph."""
     from torch._dynamo.decorators import skip  # here, for it loads the compiler, and Triton with it
 
-    skip(AttachmentBase._call)
-    for name in ("_multimodal_forward", "_text_forward", "_go", "_pass"):
-        skip(vars(ModelAttachment)[name])
+    ours = (vars(ModelAttachment)[name] for name in ("_multimodal_forward", "_text_forward", "_go", "_pass"))
+    for one in (AttachmentBase._call, modules._encode, *ours):
+        skip(one)
     for name in ("_noted", "_begun", "_piece", "_fed", "_left"):
         setattr(ModelAttachment, name, torch.compiler.disable(vars(ModelAttachment)[name]))

@@ -131,9 +131,21 @@ def test_compiled_it_says_what_it_said(family: str) -> None:
         said, breaks = traced(model, [inputs, inputs])  # once traced, once more by what was traced
         assert all(torch.equal(one, plain) for one in said)
         assert fast.report().kept < 1
-    # Ours are the two wrappers, of the multimodal and of the text model: their layers are within one graph.
+    # Ours are the two wrappers, of the multimodal and of the text model, and the one that cuts pixels: layers are within one
+    # graph.
     ours = [reason for reason in breaks if "disable" in reason]
-    assert len(ours) == 1 and "AttachmentBase._call" in ours[0]
+    assert ours and all("AttachmentBase._call" in one or "_encode" in one for one in ours)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_before_it_is_attached() -> None:
+    """The trace of a film's features does not meet the model a second time, by the arguments of our wrapper."""
+    model, inputs = EVERY["qwen3_vl"](), prompt("qwen3_vl", [("text", 6), ("video", 20), ("text", 20)])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad(), mmaccel.accelerate(compiled):
+        assert torch.equal(compiled(**inputs).logits, model(**inputs).logits)
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow

@@ -296,7 +296,7 @@ class StreamState(KVState):
         """Return `new_kv_slot` of each layer for an answer's tokens, before any layer runs; None: use `new_kv_slot`."""
         return None
 
-    def attend_layer(self, layer: int, query: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    def layer_attention(self, layer: int, query: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """Return ``attend(query)`` [1, H, n, D], attention of a layer to its `view`; it may be replayed as a CUDA graph."""
         return attend(query)
 

@@ -252,7 +252,7 @@ class ForwardPass(PrefillPass):
             return self.slice_new_columns(rows, rows + query.shape[2]).attend(layer, query, key, value, scale)
         if self.stream and not self.probes and isinstance(self.state, StreamState):
             attend = partial(self._attend_view, layer, key=key, value=value, scale=scale)
-            return self.state.attend_layer(layer, query, attend)
+            return self.state.layer_attention(layer, query, attend)
         return self._attend_view(layer, query, key, value, scale)
 
     def _attend_view(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -149,7 +149,7 @@ class EncodingMemory(StreamMemory):
         return "pass", layer, self.encode_budget, largest, self._base > 0, self.stream.positions.has_even_rate
 
     @torch.no_grad()
-    def attend_layer(self, layer: int, query: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    def layer_attention(self, layer: int, query: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         ring, replays, searches = self._rings[layer], self.replays, self._encodes
         if not self._replayed or ring is None:
             return attend(query)

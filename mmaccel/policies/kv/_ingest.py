@@ -7,7 +7,7 @@ unless said.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -148,16 +148,6 @@ def first_columns(old: Ring | None, fresh: Ring, cut: int) -> Pair:
     return first.key[:, :, :cut], first.value[:, :, :cut]
 
 
-def shift_window(old: Ring | None, fresh: Ring, cut: int) -> Ring:
-    """Return a copy of the window `old` followed by `fresh`, without its first `cut` columns."""
-    parts, skip = [fresh] if old is None else [old, fresh], cut
-    if parts[0].key.shape[2] < cut:
-        skip -= parts.pop(0).key.shape[2]
-    parts[0] = Ring(*(side[:, :, skip:] for side in parts[0]))
-    # Copied, also of one part: a slice would keep the whole.
-    return Ring(*(torch.cat(side, 2) for side in zip(*parts, strict=True)))
-
-
 class IngestState(PassState):
     """State of a windowed memory while frames arrive: the prompt before the video, and the units (frames) of the window.
     While a stored video is ingested, all its earlier units replace the window.
@@ -180,6 +170,8 @@ class IngestState(PassState):
         self.window, self.ingest, self.bases = window, ingest, Bases(stream.positions, window)
         self._heads: list[Ring | None] = [None] * geometry.layers
         self._rings: list[Ring | None] = [None] * geometry.layers
+        # The windows of the last pass, and what they are parts of: keys, turned keys, values [L, G, N, D] of all layers.
+        self._stacked: tuple[list[Ring | None], list[Tensor]] = [], []
         self._first = self._base = 0
         self._ingested: Ingested | None = None
         self._taken, self._share = 0, 0.0
@@ -193,6 +185,24 @@ class IngestState(PassState):
         """Rotated keys and values of units that have left the window, which the units of a pass see besides; by their raw
         queries [1, H, n, D]."""
         return []
+
+    def _shift_windows(self, fresh: Sequence[Ring], cut: int, pause: Callable[[], None]) -> None:
+        """Append the columns `fresh` of each layer to its window, which then loses its first `cut` columns."""
+        rings, old = self._stacked
+        if len(rings) != len(self._rings) or any(a is not b for a, b in zip(rings, self._rings, strict=True)):
+            held = [ring for ring in self._rings if ring is not None]
+            old = [torch.cat(side) for side in zip(*held, strict=True)]
+        made = list[Tensor]()
+        for number, side in enumerate(zip(*fresh, strict=True)):
+            pause()
+            parts, skip = [*old[number : number + 1], torch.cat(side)], cut
+            if parts[0].shape[2] < cut:
+                skip -= parts.pop(0).shape[2]
+            parts[0] = parts[0][:, :, skip:]
+            made.append(torch.cat(parts, 2))  # also of one part: a slice would keep the whole
+        layers = zip(*(side.unsqueeze(1).unbind() for side in made), strict=True)
+        self._rings = [Ring(*sides) for sides in layers]
+        self._stacked = list(self._rings), made
 
     def _unit_angles(self, stream_pass: StreamPass) -> Pair:
         """Cosines and sines of the rows of a pass of units."""

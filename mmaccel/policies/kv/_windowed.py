@@ -15,7 +15,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.kv import MARGIN, CacheSlot, KVView, Stream, StreamPass, UnitEvidence, grow_buffer
-from mmaccel.policies.kv._ingest import IngestState, first_columns, layer_ranges, shift_window
+from mmaccel.policies.kv._ingest import IngestState, first_columns, layer_ranges
 from mmaccel.policies.kv._window import Look, Pair, QuestionRows, QuestionView, Ring, mean_query, to_evidence
 
 
@@ -288,9 +288,8 @@ class StreamMemory(IngestState):
             if gone:
                 some = ((self._rings[layer], fresh[layer]) for layer in layers)
                 self._gone(layers, self._first, gone, [first_columns(*pair, cut) for pair in some])
-            for layer in layers:
-                stream_pass.pause()
-                self._rings[layer] = shift_window(self._rings[layer], fresh[layer], cut)
+            stream_pass.pause()
+        self._shift_windows(fresh, cut, stream_pass.pause)
         self._count, self._first = total, first
 
     # The stream as a whole.
@@ -304,7 +303,7 @@ class StreamMemory(IngestState):
 
     def restore(self, mark: Any) -> None:
         self._count, self._first, self._base, heads, rings = mark
-        self._heads, self._rings = list(heads), list(rings)
+        self._heads, self._rings, self._stacked = list(heads), list(rings), ([], [])
         self._ingested = self.last_listed = None
         self._headed = self.stream.head if heads[0] else 0
         self._forget_question()

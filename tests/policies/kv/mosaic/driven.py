@@ -98,7 +98,7 @@ class Driven:
                 query, *pair = rows(layer)
                 self.state.append(layer, *pair)
                 # The next layer's may come to lie there.
-                each.append(self.state.attend_layer(layer, query, partial(self.attend, layer)).clone())
+                each.append(self.state.layer_attention(layer, query, partial(self.attend, layer)).clone())
             self.state.end_pass()
             out.append(torch.cat(each))
         return out

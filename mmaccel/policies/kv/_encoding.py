@@ -24,8 +24,8 @@ from mmaccel.policies.kv._window import Pair, Ring
 from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.store.slabs import GatherTable
 
-REPLAYED = 4
-"""The largest pass in units that is captured. Larger ones come rarely in one size twice, and pay for their launches."""
+REPLAYED = 8
+"""The largest pass in units that is captured; the device works for longer on a larger one than its launches take."""
 
 
 class EncodingMemory(StreamMemory):
@@ -154,17 +154,19 @@ class EncodingMemory(StreamMemory):
         if not self._replayed or ring is None:
             return attend(query)
         key, value = self._new[layer]
-        given = [_rows_first(x) for x in (query, key, value)] + [ring.turned[0], ring.value[0]]
-        held = [replays.get_buffer((n, "of a pass"), x.shape, x.dtype) for n, x in enumerate(given)]
+        given = [*map(_rows_first, (query, key, value)), ring.turned[0], ring.value[0]]
+        # Passes of all sizes share the room of the largest.
+        most, rows = REPLAYED * self.stream.tokens_per_unit, query.shape[2]
+        sizes = [(most, *x.shape[1:]) for x in given[:3]] + [x.shape for x in given[3:]]
+        rooms = [replays.get_buffer((n, "of a pass"), size, key.dtype) for n, size in enumerate(sizes)]
+        held = [room[: len(x)] for room, x in zip(rooms, given, strict=True)]
         torch._foreach_copy_(held, given)
-        turned = replays.get_buffer(("turned", layer), held[1].shape, key.dtype)
-        out = replays.get_buffer("attended", (*held[0].shape[:2], value.shape[3]), value.dtype)
+        out = replays.get_buffer("attended", (most, query.shape[1], value.shape[3]), value.dtype)[:rows]
         found = replays.get_buffer(("found", layer), (2, self.encode_budget), torch.long)
         before, crossed = len(self._encoded), len(self.prefetcher.crossing)
 
         def work() -> tuple[Tensor, ...]:
             out.copy_(_rows_first(attend(_heads_first(held[0]))))
-            turned.copy_(_rows_first(self._fresh[layer]))
             if searches:
                 torch.stack((self._encoded[-1], self.prefetcher.crossing[-1]), out=found)
             return ()
@@ -176,7 +178,6 @@ class EncodingMemory(StreamMemory):
         finally:
             self._new[layer], self._rings[layer] = (key, value), ring
             del self._encoded[before:], self.prefetcher.crossing[crossed:]
-        self._fresh[layer] = _heads_first(turned)
         if searches:
             self._encoded.append(found[0])
             self.prefetcher.count_captured(found[1])

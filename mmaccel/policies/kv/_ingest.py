@@ -186,16 +186,16 @@ class IngestState(PassState):
         queries [1, H, n, D]."""
         return []
 
-    def _shift_windows(self, fresh: Sequence[Ring], cut: int, pause: Callable[[], None]) -> None:
-        """Append the columns `fresh` of each layer to its window, which then loses its first `cut` columns."""
+    def _shift_windows(self, fresh: Sequence[Tensor], cut: int, pause: Callable[[], None]) -> None:
+        """Append keys, turned keys and values `fresh` [L, G, n, D] to the windows; these lose their first `cut` columns."""
         rings, old = self._stacked
         if len(rings) != len(self._rings) or any(a is not b for a, b in zip(rings, self._rings, strict=True)):
             held = [ring for ring in self._rings if ring is not None]
             old = [torch.cat(side) for side in zip(*held, strict=True)]
         made = list[Tensor]()
-        for number, side in enumerate(zip(*fresh, strict=True)):
+        for number, side in enumerate(fresh):
             pause()
-            parts, skip = [*old[number : number + 1], torch.cat(side)], cut
+            parts, skip = [*old[number : number + 1], side], cut
             if parts[0].shape[2] < cut:
                 skip -= parts.pop(0).shape[2]
             parts[0] = parts[0][:, :, skip:]
@@ -203,6 +203,10 @@ class IngestState(PassState):
         layers = zip(*(side.unsqueeze(1).unbind() for side in made), strict=True)
         self._rings = [Ring(*sides) for sides in layers]
         self._stacked = list(self._rings), made
+
+    def _head_angles(self) -> Pair:
+        """Cosines and sines of the prompt before the video."""
+        return self.rope.cached("head", self.stream.positions.positions_before_video)
 
     def _unit_angles(self, stream_pass: StreamPass) -> Pair:
         """Cosines and sines of the rows of a pass of units."""

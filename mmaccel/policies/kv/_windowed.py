@@ -49,8 +49,6 @@ class StreamMemory(IngestState):
         super().__init__(stream, geometry, model, device, window, ingest)
         self.local, self.compact = local, positions == "compact"
         self._always = self.compact
-        # What layers appended in the pass, its keys turned.
-        self._fresh: dict[int, Tensor] = {}
         self._asked: dict[int, QuestionView] = {}
         # On a device what a question sees lies where it lay for one before, if no other is asked meanwhile.
         self._kept, self._keeps = dict[int, Pair](), device.type == "cuda"
@@ -126,9 +124,8 @@ class StreamMemory(IngestState):
     def view(self, layer: int, query: Tensor) -> KVView:
         stream_pass, key, value = self._appended(layer)
         if stream_pass.kind == "head":
-            angles = self.rope.cached("head", self.stream.positions.positions_before_video)
-            self._fresh[layer] = self.rope.apply(key, angles)
-            return KVView(self._fresh[layer], value, query=self.rope.apply(query, angles))
+            angles = self._head_angles()
+            return KVView(self.rope.apply(key, angles), value, query=self.rope.apply(query, angles))
         show = self._encode if stream_pass.kind == "units" else self._answer
         return show(layer, query, stream_pass, key, value)
 
@@ -136,16 +133,12 @@ class StreamMemory(IngestState):
         kind = None if self._stream_pass is None else self._stream_pass.kind
         if kind == "head":
             for layer, (key, value) in self._new.items():
-                self._heads[layer] = Ring(key, self._fresh[layer], value)
+                self._heads[layer] = Ring(key, self.rope.apply(key, self._head_angles()), value)
         elif kind == "proxy":
             self._asked.clear()
         elif kind == "question":
             self._rows.copy_queries()
         super().end_pass()
-
-    def _break_off(self) -> None:
-        super()._break_off()
-        self._fresh.clear()
 
     def _forget_question(self) -> None:
         super()._forget_question()
@@ -166,7 +159,7 @@ class StreamMemory(IngestState):
         if self._ingested is not None:
             return self._show(layer, query, key, value)
         ring, angles = self._rings[layer], self._unit_angles(stream_pass)
-        turned = self._fresh[layer] = self.rope.apply(key, angles)
+        turned = self.rope.apply(key, angles)
         sinks = [self._head(layer), *self._retrieved(layer, query)]
         parts = [*sinks, *([(ring.turned, ring.value)] if ring else []), (turned, value)]
         key, value = (torch.cat(side, 2) for side in zip(*parts, strict=True))
@@ -281,15 +274,17 @@ class StreamMemory(IngestState):
         total = stream_pass.first + stream_pass.count
         first = max(self._first, total - self.window)
         cut = (gone := first - self._first) * self.stream.tokens_per_unit
-        if left_out := {*range(len(self._rings))} - {*self._fresh}:
+        if left_out := {*range(len(self._rings))} - {*self._new}:
             raise ModelError(f"kv: layer {min(left_out)} was left out of a pass.")
-        fresh = [Ring(key, self._fresh[layer], value) for layer, (key, value) in sorted(self._new.items())]
+        fresh = [Ring(key, key, value) for _, (key, value) in sorted(self._new.items())]
         for layers in layer_ranges(len(self._rings), gone):
             if gone:
                 some = ((self._rings[layer], fresh[layer]) for layer in layers)
                 self._gone(layers, self._first, gone, [first_columns(*pair, cut) for pair in some])
             stream_pass.pause()
-        self._shift_windows(fresh, cut, stream_pass.pause)
+        keys, values = torch.cat([one.key for one in fresh]), torch.cat([one.value for one in fresh])
+        turned = self.rope.apply(keys, self._unit_angles(stream_pass))
+        self._shift_windows((keys, turned, values), cut, stream_pass.pause)
         self._count, self._first = total, first
 
     # The stream as a whole.
@@ -385,7 +380,7 @@ class StreamMemory(IngestState):
         }
         found = checkpoint_io.read_tensors(folder / "window.safetensors", wanted, self.device)
         self.rope.forget()
-        head = self.rope.cached("head", stream.positions.positions_before_video)
+        head = self._head_angles()
         for name, rings in (("head", self._heads), ("window", self._rings)):
             for layer in range(geometry.layers if name in columns else 0):
                 key, value = (found[f"{name}.{layer}.{side}"] for side in ("key", "value"))

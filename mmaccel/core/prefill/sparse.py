@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -298,7 +298,7 @@ def planning_benchmark(
     return plan
 
 
-@lru_cache(64)
+@cache
 @torch.inference_mode(False)
 @torch.no_grad()
 def window_plan(
@@ -307,7 +307,8 @@ def window_plan(
     """Return the plan of what `dense_attend` computes for `keys` columns, the last `rows` of which are queries, with
     `window` and `sinks`, for one sequence.
 
-    It depends on sizes alone: one plan serves all layers of a pass, and all passes of a full window. No host read.
+    It depends on sizes alone: one plan serves all layers of a pass, and all passes of a full window. It is kept for good,
+    for captured graphs read it. No host read.
     """
     start, sinks = keys - rows, min(sinks, keys)
     columns = torch.arange(keys + -keys % TILE, dtype=torch.int32, device=device)

@@ -17,7 +17,7 @@ from mmaccel.core.decoding import replay
 from mmaccel.core.memory.buffers import QueueMark, on_device
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv.store import HostStore, host
-from tests.core.test_replay import Recorded
+from tests.core.test_replay import Recorded, Repeated
 from tests.policies.kv.mosaic.driven import Driven
 from tests.policies.kv.store.units import LAYERS, TOKENS, SimLane, SimLanes, contents, fill, open_store
 from tests.spies import product
@@ -231,7 +231,7 @@ def test_what_layers_add_alike_is_foretold_from_the_second_question_on() -> None
     assert torch.equal(foretold(drift, 0, states(8)), states(8))
 
 
-class Replayed(Recorded):
+class Replayed(Repeated):
     """Counts those that are made."""
 
     made: int = 0
@@ -241,7 +241,7 @@ class Replayed(Recorded):
         Replayed.made += 1
 
 
-class ReplayedInPlace(Replayed):
+class ReplayedInPlace(Replayed, Recorded):
     """Must be replayed while all that `state` reads lies where it lay at the capture."""
 
     state: Any = None

@@ -80,9 +80,9 @@ class StreamEntry:
                 one["image"] = "data:image/jpeg;base64," + base64.b64encode(file).decode()
         return told
 
-    async def read_usage(self) -> StreamUsageCounts:
-        """Read the session's counters anew and return `usage_counts`."""
-        await self.read_counters()
+    def read_usage(self) -> StreamUsageCounts:
+        """Read bytes and questions anew, without waiting for a forward pass or the device, and return `usage_counts`."""
+        self.counters |= self.session.usage()
         return self.usage_counts()
 
     def usage_counts(self) -> StreamUsageCounts:

@@ -159,7 +159,7 @@ class Streams:
                 if folder is not None:
                     with hide_server_path(folder):
                         await kept.session.load(folder)
-                    promise.last = promise.first = await kept.read_usage()
+                    promise.last = promise.first = kept.read_usage()
         except BaseException:
             self.admission.release_promise(promise)
             if kept is not None:
@@ -245,7 +245,7 @@ class Streams:
                 taken: int = await call(timeout=max(0.01, deadline.seconds_left() or 0.0))
             seconds = time.monotonic() - stream.session.session.waited_s - start
             await run_in_thread(partial(stream.kept.pictures.add, before[0], frames[:taken]))
-            self.admission.record_call(stream.promise, seconds, before, await stream.kept.read_usage(), live)
+            self.admission.record_call(stream.promise, seconds, before, stream.kept.read_usage(), live)
             await self.on_stream_change(stream)
         metrics.frames.inc(taken)
         metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))

@@ -295,6 +295,28 @@ def test_an_error_ends_it_with_a_word() -> None:
         assert isinstance(standing.failed, ZeroDivisionError)
 
 
+@pytest.mark.parametrize("kv", TIGHT)
+@in_a_loop
+async def test_usage_is_read_while_a_pass_is_under_way(kv: str) -> None:
+    async with open_live("random-ov", TIGHT[kv]) as session:
+        assert session.usage() == {}
+        await session.watch(film(9), fps=FPS)
+        await session.ask(QUESTION, 2)
+        wanted, (busy, over) = session.counters(), (threading.Event(), threading.Event())
+
+        def hold() -> None:
+            with session.session._stream_adapter.turns.hold():
+                busy.set()
+                over.wait(20)
+
+        holding = asyncio.create_task(asyncio.to_thread(hold))
+        await asyncio.to_thread(busy.wait, 20)
+        assert (read := session.usage()) == {name: wanted[name] for name in read}
+        assert {"bytes", "host_bytes", "host_disk_bytes", "questions"} & {*wanted} <= {*read}
+        over.set()
+        await holding
+
+
 @in_a_loop
 async def test_a_coroutine_is_awaited_in_the_loop() -> None:
     async with mmaccel.AsyncVideoSession(*pair("tiny-ov"), None, kv=KV) as session:

@@ -24,14 +24,12 @@ from mmaccel.core.registry import Policy, refuse_former_names
 class KVView:
     """The keys and values that the queries of one layer see.
 
-    key, value [B, G, N, D]; `column` [N] long, the sequence column of each key, or None if key n is column n. `sinks` and
-    `window` (None: no limit) restrict each query further: it sees keys of the first `sinks` columns and those less than
-    `window` columns behind it, so that rows that are verified together see what each would see alone.
+    key, value [B, G, N, D]; `column` [N] long, the sequence column of each key, or None if key n is column n. Of these a
+    query sees its own and earlier columns: the first `sinks`, and those less than `window` (None: no limit) behind it.
 
-    In a stream the columns are the view's own, 0 .. N - 1 in the order of the keys, and the `n` queries are the last `n` of
-    them; `query` [B, H, n, D] are the queries after RoPE, which the memory applies. `bias` [m] float32 is added to the
-    attention scores of the first m keys. `layout` [1, N] describes the columns if the recipe's sparse pattern may choose
-    among them; layers that show equally many columns of each kind share one object.
+    In a stream the columns are numbered in the order of the keys, and the n queries are the last n of them; `query`
+    [B, H, n, D] are the queries after RoPE, which the memory applies. `bias` [m] float32 is added to the scores of the first
+    m keys. `layout` [1, N], shared by layers alike, describes the columns if a sparse pattern may choose among them.
     """
 
     key: Tensor
@@ -227,10 +225,9 @@ class UnitEvidence:
 
 @dataclass(frozen=True, eq=False)
 class CacheSlot:
-    """Where a caller that applies RoPE itself writes the n new rows of a question or an answer at one layer: after the first
-    `column` columns of the buffers key and value [1, G, N, D], whose keys are after RoPE. `angles` are the rows' cosines and
-    sines [1, 1, n, D]. `bias` [m] is added to the attention scores of the first m keys. A row sees the columns up to its
-    own. There is room for at least `MARGIN` rows."""
+    """Where a caller that applies RoPE itself writes n rows of a question or answer at a layer: after `column` columns of
+    key and value [1, G, N, D], keys after RoPE, with room for at least `MARGIN` rows. `angles`: the rows' cosines and
+    sines [1, 1, n, D]. `bias` [m] is added to the scores of the first m keys. A row sees the columns up to its own."""
 
     key: Tensor
     value: Tensor
@@ -245,12 +242,11 @@ MARGIN = 64  # columns ahead of need for rows of a question or an answer; a few 
 class StreamState(KVState):
     """The KV memory of one video stream (batch 1). Keys and queries arrive before RoPE; the memory applies it.
 
-    A forward pass is: ``begin_pass(stream_pass)``; for each layer in order ``append`` and ``view`` (before them
-    ``receive_hidden``, for policies that need "hidden"); ``end_pass()``. Columns of a "head" or "units" pass belong to the
-    stream once it has ended; if a pass fails, the session calls ``restore`` with what ``checkpoint`` gave before the clip.
-    "question" and "answer" passes run inside ``question_scope()``, which drops all they appended; "proxy" is dropped at
-    ``end_pass()``. `length()` counts the stream's columns, and the question's and answer's; `truncate` reaches back to the
-    question's begin. `counters` has "units" taken in, and "resident" on the device.
+    A forward pass is: `begin_pass`; for each layer in order `append` and `view` (before them `receive_hidden`, for policies
+    that need "hidden"); `end_pass`. Columns of a "head" or "units" pass belong to the stream once it has ended; if a pass
+    fails, the session calls `restore` with what `checkpoint` gave before the clip. "question" and "answer" passes run inside
+    `question_scope`, which drops all they appended; "proxy" is dropped at `end_pass`. `length` counts all; `truncate`
+    reaches back to the question's begin. `counters` has "units" taken in, and "resident" on the device.
     """
 
     recalls_alike: bool = False  # whether all layers show a question the same tokens of the same units
@@ -321,6 +317,10 @@ class StreamState(KVState):
         """Forget units (frames) that are too old by `shown`, a unit's time in seconds; none that is `pinned`, from now on
         even if memory is full. Return the numbers of all units forgotten since the last call."""
         return []
+
+    def usage(self) -> dict[str, float]:
+        """Return, of `counters`, bytes, host_bytes, host_disk_bytes and questions, as far as there are; nothing waits."""
+        return {"bytes": float(self.nbytes())}
 
     def evidence(self) -> dict[int, UnitEvidence]:
         """Return the units (frames) that the last question attended to: unit number -> `UnitEvidence`."""

@@ -264,9 +264,14 @@ class MultiDeviceStreamState(StreamState):
             for name, rows in found[0].items()
         }
 
+    def usage(self) -> dict[str, float]:
+        return self._joined([state.usage() for state in self._states])
+
     def counters(self) -> dict[str, float]:
-        """Return the counters of all devices' memories as one set: the sum of each counter that adds up over layers
-        (`BY_LAYER`), and the largest value of any other."""
-        found = [state.counters() for state in self._states]
+        return self._joined([state.counters() for state in self._states])
+
+    def _joined(self, found: Sequence[dict[str, float]]) -> dict[str, float]:
+        """The counters of all devices' memories as one set: the sum of each counter that adds up over layers (`BY_LAYER`),
+        and the largest value of any other."""
         ways = {name: sum if BY_LAYER & {*name.split("_")} else max for name in found[0]}
         return {name: way(one.get(name, 0.0) for one in found) for name, way in ways.items()}

@@ -233,6 +233,11 @@ class AsyncVideoSession:
         """Return figures of the stream's KV memory."""
         return self.session.counters()
 
+    def usage(self) -> dict[str, float]:
+        """Return bytes and questions of the stream's KV memory (`StreamState.usage`), without waiting for a forward pass."""
+        live = self.session._live
+        return {} if live is None else live.state.usage()
+
     def clusters(self) -> dict[str, Tensor]:
         """Return level name -> cluster index [L or 1, N] of N stored entries at each of L layers (1: the same at all), for a
         memory that clusters frames; else {}. Entries are in order of time, equally many for each time step of `shown`."""

@@ -345,10 +345,13 @@ class SharedArchive(ArchivedMemory):
     def nbytes(self) -> int:
         return super().nbytes() + sum(one.nbytes() for one in (self.index, self.prefetcher, self.store))
 
+    def usage(self) -> dict[str, float]:
+        return {**super().usage(), **self.store.usage(), "questions": float((self._main or self)._questions)}
+
     def counters(self) -> dict[str, float]:
         own = {
+            **self.usage(),
             "recalled": float((self._main or self)._recalled),
-            "questions": float((self._main or self)._questions),
             **self.index.counters(),
             **{f"fetch_{name}": count for name, count in self.prefetcher.counts().items()},
             "prefetch_coverage": self.prefetcher.coverage(),

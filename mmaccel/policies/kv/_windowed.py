@@ -343,9 +343,10 @@ class StreamMemory(IngestState):
 
     def nbytes(self) -> int:
         tensors = [t for ring in (*self._heads, *self._rings) if ring is not None for t in ring]
-        tensors += [t for one in self._asked.values() if not self._kept for t in (one.key, one.value)]
+        # Also while another thread runs a pass.
+        tensors += [t for one in tuple(self._asked.values()) if not self._kept for t in (one.key, one.value)]
         held = 0 if self._ingested is None else self._ingested.nbytes()
-        return held + sum(tensor.nbytes for tensor in (*tensors, *(x for x, _ in self._kept.values())))
+        return held + sum(tensor.nbytes for tensor in (*tensors, *(x for x, _ in tuple(self._kept.values()))))
 
     def counters(self) -> dict[str, float]:
         window = float(self._count - self._first)

@@ -120,10 +120,11 @@ class LiveVLMMemory(TokenMemory):
         rest = torch.arange(pages * size, held.column.shape[0], device=best.device)
         return torch.cat([found, rest]), begin
 
+    def usage(self) -> dict[str, float]:
+        return {**super().usage(), "questions": float((self._main or self)._questions)}
+
     def counters(self) -> dict[str, float]:
-        counted = self._main or self
-        own = {"pages": float(counted._pages), "questions": float(counted._questions)}
-        return {**super().counters(), **own}
+        return {**super().counters(), **self.usage(), "pages": float((self._main or self)._pages)}
 
 
 def choose_tokens_across_stream(

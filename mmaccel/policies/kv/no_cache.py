@@ -157,16 +157,18 @@ class _Frames(FrameMemory):
     def reset(self) -> None:
         self.restore((0, 1, {}))
 
+    def usage(self) -> dict[str, float]:
+        held = float(sum(held.nbytes for held in tuple(self._held.values())))
+        return {**super().usage(), "host_bytes": held, "questions": float(self._asked["questions"])}
+
     def counters(self) -> dict[str, float]:
-        nbytes = float(sum(held.nbytes for held in self._held.values()))
         return {
             **super().counters(),
+            **self.usage(),
             "recalled": float(self._asked["recalled"] * self._parts[1].layers),
-            "questions": float(self._asked["questions"]),
             "units": float(self._count),
             "kept": float(len(self._held)),
             "resident": 0.0,
-            "host_bytes": nbytes,
         }
 
     def save(self, path: str | Path) -> None:

@@ -121,6 +121,9 @@ class OffloadStream(FullAttentionStream):
         pairs = [*self._heads, *self._turns]
         return sum(t.nbytes for pair in pairs if pair is not None for t in pair) + self.store.nbytes()
 
+    def usage(self) -> dict[str, float]:
+        return {**super().usage(), **self.store.usage()}
+
     def counters(self) -> dict[str, float]:
         host = {"host_" + name.removeprefix("host_"): n for name, n in self.store.counters().items()}
         return {**super().counters(), **host, "resident": 0.0}

@@ -273,6 +273,11 @@ class HostStore:
         self._open()
         self.lanes.wire.record_mark().wait_on_host()
 
+    def usage(self) -> dict[str, float]:
+        """Return the bytes that the store has taken on the host and in files; nothing is waited for."""
+        slabs = self.slabs
+        return {"host_bytes": float(slabs.memory_bytes()), "host_disk_bytes": float(slabs.disk_bytes())}
+
     def counters(self) -> dict[str, float]:
         """Return figures since the store was opened; waits for pending transfers.
 

@@ -62,16 +62,16 @@ class TokenTree:
 
 @dataclass
 class Columns:
-    """What is known of the tokens in a KV cache: their `layout`; `delta`, which is added to a column number to get its
-    rotary position; and `ids` [B, n] of the first n of them, or None."""
+    """Facts of the tokens in a KV cache: their `layout`; `delta`, which is added to a column's number to get its rotary
+    position; and `ids` [B, n], the token ids of the first n columns, or None if unknown."""
 
     layout: TokenLayout
     delta: Tensor
     ids: Tensor | None = None
 
     def append_turn(self, new: TokenLayout) -> TokenLayout:
-        """Return this layout followed by that of the next turn of a conversation, `new` [1, n]. Only the words of the new
-        turn's question are marked `asked` in the result."""
+        """Return `layout` followed by `new` [1, n], the layout of a conversation's next turn. In the result only the words
+        of the new turn's question are marked `asked`."""
         text, visual = (new.modality == TEXT) & new.valid, (new.modality != TEXT).long()
         after = text & (visual.cumsum(1) == visual.sum(1, keepdim=True))
         asked = new.asked if bool(new.asked.any()) else after if bool(after.any()) else text
@@ -82,10 +82,11 @@ class Columns:
 class Runner(ABC):
     """Runs one sequence on one model, without gradients: prefill, decode steps, rollback, and prompts of later turns.
 
-    lasting   whether a later turn may follow; then tokens that `keep` drops from a prompt are remembered
-    together  None, or a callable that runs one step of several runners as one batch: (runners, their ids [1, n]) -> for
-              each, logits [1, n, V] or an error. If the callable has an attribute `warm`, that is False after a step which
-              also captured a CUDA graph, so that the step's time is not typical
+    lasting   whether a later turn of the conversation may follow; then the runner also remembers the prompt tokens that
+              `prefill` left out by its argument `keep`
+    together  None, or a callable that runs one step of several runners as one batch. Its arguments are the runners and the
+              ids [1, n] of each; it returns logits [1, n, V] or an error for each. An attribute `warm` of the callable, if
+              it has one, is False after a step that also captured a CUDA graph and so took longer than usual
     """
 
     lasting: bool = False
@@ -95,9 +96,9 @@ class Runner(ABC):
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
         """Run a whole prompt (ids, pixels, grids; batch 1) after the tokens run before; return its last logits [1, V].
 
-        With `keep` [n] only the columns of these numbers are run (the last column is one of them), at their original rotary
-        positions, or with `compact` at positions 0, 1, 2, ... In a later turn of a conversation, columns are numbered from
-        the first prompt on, kept columns of earlier prompts are run again, and `inputs` hold only the new prompt.
+        `keep` [n]: run only the columns of these numbers, the last column among them, at their original rotary positions, or
+        with `compact` at positions 0, 1, 2, ... In a later turn of a conversation `inputs` hold only the new prompt. `keep`
+        then counts columns from the start of the conversation, and those it names of earlier prompts are run again.
         """
 
     @abstractmethod
@@ -219,12 +220,13 @@ class ModelAdapter(ABC):
         """Load the model saved in folder `path` with dtype and device of `like`; a `ConfigOnlyModel` if `like` is one."""
 
     def supports_model_type(self, kind: str) -> bool:
-        """Return whether this family supports model type `kind`; a family of type "*" is asked if no other does."""
+        """Return whether this family supports the `model_type` `kind` of a config.json. A family that declares "*" is asked
+        last, when no other family supports the type."""
         return kind in self.model_types
 
     def tiny_model_factory(self, kind: type[nn.Module]) -> Any:
-        """Return what creates tiny random models of class `kind` and prompts for them, for tests
-        (`models.tiny.TinyModels`)."""
+        """Return a factory (`models.tiny.TinyModels`) of tiny random models of class `kind` and of prompts for them, for
+        tests."""
         raise ModelError(f"family {self.name!r} does not define tiny_model_factory; override it.")
 
     def check_recipe(self, model: nn.Module, recipe: Any) -> None:
@@ -291,7 +293,7 @@ class ModelAdapter(ABC):
 
 
 class ConfigOnlyModel(nn.Module):
-    """Stands for a model whose weights are not read: it has only the configuration, which gives sizes and folder."""
+    """Stands in for a model whose weights were not loaded: it has the configuration, so sizes and folder are known."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

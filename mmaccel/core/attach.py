@@ -73,16 +73,17 @@ class StreamModel(ABC):
 
     @abstractmethod
     def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the visual features [n, P, E] of frames [T, 3, H, W], resized to `size` if they do not fit it, and
-        features [m, E] of the tokens that end every video."""
+        """Return the visual features [n, P, E] of frames [T, 3, H, W], which are first resized to `size` if they differ
+        from it, and features [m, E] of the m tokens that the model puts at the end of every video."""
 
     def resize_frames(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
         """Return `frames` [T, 3, H, W] resized to `size` (height, width)."""
         return frames
 
     def embed_units(self, features: Tensor, moments: Sequence[Moment]) -> Tensor:
-        """Return the layers' input [n, P, E] for units (frames) with `features` [n, ., E]: the features and text around them
-        (a time stamp, say). It is wider than E where layers add features of their own."""
+        """Return the first layer's input [n, P, E] for n units (frames) with visual `features` [n, F, E]: the features, and
+        the embeddings of text around them, such as a time stamp. Some models need a last dimension above E: it also holds
+        features for later layers."""
         return features
 
     @abstractmethod
@@ -95,7 +96,7 @@ class StreamModel(ABC):
 
     @abstractmethod
     def make_question(self, text: Any) -> Question:
-        """Return the `Question` for `text`, asked after the video: a text or messages, or all ids [1, S] of a prompt."""
+        """Return the `Question` that asks `text` after the video. `text`: a text, messages, or ids [1, S] of a prompt."""
 
     @abstractmethod
     def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
@@ -128,7 +129,8 @@ class StreamModel(ABC):
 
     def run_batched_passes(self, passes: Passes, embeds: Tensor, units: bool = False) -> Any:
         """Run one pass of each of several streams as one batch: passes of answers or, with `units`, of frames. `passes` has
-        for each: pass, number of rows, and `hidden` (see `run_layers`). Returns last hidden states, and errors by index."""
+        for each stream its pass, number of rows, and `hidden` (see `run_layers`); `embeds` are the rows of all. Returns the
+        final hidden states of all rows, and the errors of passes that failed, by index in `passes`."""
         raise ModelError("run_batched_passes: this model cannot batch several streams; run them one by one.")
 
     def new_running_states(self) -> RunningStates | None:
@@ -156,8 +158,8 @@ class StreamAdapter(StreamModel):
         (begin, end) of the user's own words in them. Raises `ModelError` for an empty question."""
 
     def token_choice(self, ids: Tensor, most: int, settings: Mapping[str, Any], drafts: bool) -> TokenChoice:
-        """Return how at most `most` new tokens after `ids` [1, S] are chosen (sampling, stop rules), from keyword arguments
-        `settings` of `generate`. `drafts`: whether a draft proposes tokens. Raises `ModelError` for an unknown setting."""
+        """Return the sampling and stop rules of at most `most` new tokens after `ids` [1, S], from `settings`: keyword
+        arguments of `generate`. `drafts`: whether a draft proposes tokens. Raises `ModelError` for an unknown setting."""
         raise ModelError(f"{next(iter(settings))}: this model decodes greedily only; leave it out.")
 
     @abstractmethod

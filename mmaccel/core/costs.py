@@ -6,11 +6,11 @@ Nothing is fitted to a whole run. A model's sizes are counted (`ModelSizes`), a 
 products   2 FLOPs for each weight and row, at the rate of a large product of that width
 pairs      causal query-key pairs at the measured cost of attention (`measure.Costs`), dense, or listed by the pattern
 traffic    what norms, gates, RoPE and copies read and write, at the rate of a copy
-launches   starting the operators of a layer: in parallel with the device's work on CUDA, before it on a CPU
+launches   starting the operators of a layer: on CUDA in parallel with the device's work, on a CPU before it
 decode     weights and visible keys and values, read once a token
 wire       retrieved keys and values, copied from the host
-pinning    host memory, taken while units leave the device: a process pays it once, for the most that it keeps
-surplus    what short sessions of a few layers took beyond all of these, where they were measured (`rates.MeasuredOverhead`)
+pinning    page-locking the host memory for units that leave the device; a process pays only for its largest amount so far
+surplus    seconds beyond all of these that measured short sessions of a few layers took (`rates.MeasuredOverhead`)
 
 Letters: n rows of a pass, N columns that they see, L layers.
 """
@@ -56,7 +56,7 @@ class Workload:
 
     live    whether the frames come from a camera as they are watched
     memory, host  bytes of device and host memory that may be used
-    step_tokens  tokens per decode step with the recipe's draft; None: `TOLD` is assumed with a draft model, else 1
+    step_tokens  tokens per decode step with the recipe's draft; None: assume 3.7 (`TOLD`) with a draft model, else 1
     """
 
     frames: int
@@ -126,8 +126,8 @@ def overhead_key(recipe: Recipe, work: Workload) -> str:
 def predict_cost(
     recipe: Recipe, sizes: ModelSizes, work: Workload, device: DeviceRates, draft: ModelSizes | None = None
 ) -> PredictedCost:
-    """Predict the cost of `work` under `recipe`. A KV memory for sequences serves one question by `generate`, and several in
-    a session. `draft`: the sizes of the recipe's draft model, which reads the video too."""
+    """Predict the cost of `work` under `recipe`: of a call of `generate`, or of a session if the work needs one
+    (`needs_video_session`). `draft`: the sizes of the recipe's draft model, which reads the video too."""
     return _Estimate(recipe, sizes, work, device, draft).cost()
 
 

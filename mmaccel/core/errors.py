@@ -54,7 +54,8 @@ def one_line_error(error: Exception) -> str:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return the words "the nearest that is, is 'NAME'; " for the most similar of `known` names; "" if none is similar."""
+    """Return the words "the nearest that is, is 'NAME'; ", to be put into an error message, where NAME is the name in
+    `known` most similar to the given one; "" if none is similar."""
     near = difflib.get_close_matches(str(name)[:SHOWN], list(known), n=1, cutoff=0.4)
     return f"the nearest that is, is {near[0]!r}; " if near else ""
 
@@ -246,7 +247,8 @@ def warn(message: str | MmaccelWarning, category: type[MmaccelWarning] = Mmaccel
 
 
 def check_family_class(name: str, cls: Any, base: type, known: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` if `cls` is not derived from `base`, or serves no model type, or one of a family of `known`."""
+    """Raise `RecipeError` if `cls`, the family `name`, is not derived from `base`, or names no model type, or one that
+    another family of `known` serves."""
     if not issubclass(cls, base):
         raise RecipeError(f"model {name!r}: {cls.__name__} is not a Family; derive it from that.")
     if "model_types" not in dir(cls):

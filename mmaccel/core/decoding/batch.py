@@ -42,12 +42,12 @@ class Batch:
     """Sequences decoded together, each with its own KV memory, draft, random numbers and stop condition. Each gets the same
     tokens as it would alone, and may join and leave between rounds.
 
-    Threads add sequences and wait; one of the threads runs the rounds for all. In a round drafts propose, as many tokens as
-    pays at this load (`DraftLengthTuner`), then targets verify. Targets that share a `Runner.together` run each step as one,
-    and so do drafts. A runner without one, and rows of a token tree, run steps of their own.
+    Threads add sequences and wait; one of the threads runs the rounds for all. In a round drafts propose tokens, as many as
+    are fastest for this number of sequences (`DraftLengthTuner`), then targets verify. Targets that have the same
+    `Runner.together` run each step as one batch, and so do drafts. A runner without it, or with a token tree, steps alone.
 
-    told     callback, called after each target step that sequences can share with the number of sequences in it
-    holding  returns a context manager that is held during a round, such as a lock
+    told     callback, called with the number of sequences after each target step that may be run for several as one
+    holding  returns a context manager, such as a lock, that is entered for each round
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Batch:
         return len(self._live)
 
     def register_shared_runner(self, runner: Any, of: Callable[[Any, Sequence[Any]], Any]) -> None:
-        """Let steps of `runner`, and of the runners of drafts opened later, be run as one with those of other sequences.
+        """Run steps of `runner`, and of the runners of drafts opened later, as one with steps of other sequences.
 
-        `of(runner, known)` chooses the callable that runs a runner's shared steps, to be set as `Runner.together`: one of
-        `known`, the callables already in use, or a new one. None leaves the runner to itself.
+        ``of(runner, known)`` returns the callable to set as the runner's `together`: one of `known`, the callables already
+        in use, or a new one. If it returns None, the runner's steps are run one by one.
         """
         with self._changed:
             self._of = of
@@ -241,8 +241,8 @@ def _said(step: DraftStep, logits: dict[Speculation, Tensor]) -> dict[Speculatio
 
 @dataclass(frozen=True)
 class BatchedAnswerSteps:
-    """Callable (`Runner.together`) that runs a decoding step of answers on several streams of one model as one batch; for a
-    single answer it runs that one's own step. `turns` is the model's lock."""
+    """Callable (`Runner.together`) that runs a decoding step of answers on several streams of one model as one batch. With
+    a single answer it calls that runner's own `step`. `turns` is the lock of the threads that share the model."""
 
     turns: Any
 

@@ -47,8 +47,8 @@ class Proposal:
 
     ids [n] long (n may be 0: then the target decodes one token by itself). parents [n] long or None: index among `ids` of
     each token's parent, an earlier token, or -1 for the last committed token; None is a chain. Children of one parent are
-    distinct tokens, chosen without chance (q is None). q [n, V] or None: the distribution each token was drawn from; None is
-    a point mass (greedy or looked up).
+    distinct tokens, chosen deterministically (q is None). q [n, V] or None: the distribution each token was drawn from; None
+    is a point mass (greedy or looked up).
     """
 
     ids: Tensor
@@ -148,7 +148,7 @@ Drafting = Generator[DraftStep, Tensor, Any]
 
 
 class DraftState(ABC):
-    """Drafts one sequence's tokens in one turn. `chooses`: it drafts as many as told; `unread`: it has yet to prefill."""
+    """Drafts one sequence in one turn. `chooses`: obeys `most` of `draft_steps`; `unread`: has not prefilled the prompt."""
 
     chooses, unread = False, False
 
@@ -193,7 +193,7 @@ class DraftState(ABC):
         """Learn the `committed` [m] new tokens of the sequence; the first `kept` of them were in the last proposal."""
 
     def state_for_next_turn(self) -> Any:
-        """Return what the next turn's draft gets as `Prompt.previous_state`, to continue from; called before `close`."""
+        """Return what the draft of the next turn gets as `Prompt.previous_state`; called before `close`."""
         return None
 
     def close(self) -> None:
@@ -217,8 +217,8 @@ class DraftStrategy(Policy, ABC, kind="draft"):
             (one contiguous cache of the prompt), "branches" (verifies token trees). Of the input: "prompt" (a prompt with
             its pixels, not a stream), "video" (that or a stream, see `open_stream`). "model": the recipe names a draft model
 
-    in_batches  whether the sequences of a batch are drafted for, each in its turn: "always"; "never"; or "measured": where
-                that was measured to be faster than plain steps of the whole batch, and never where tokens are sampled
+    in_batches  whether to draft for a batch, for one sequence after the other: "always"; "never"; or "measured": only where
+                measured to be faster than plain steps of the whole batch, and never where tokens are sampled
     """
 
     active: ClassVar[bool] = True

@@ -106,8 +106,8 @@ class DraftStream(ABC):
         """Read what `save` wrote into a newly opened draft stream; raises `ModelError` if it does not fit."""
 
     def wait_for_device(self) -> None:
-        """Wait until the draft's device has done the work of others, so that `add_frames` can be timed by itself. Does
-        nothing if the draft runs in another process."""
+        """Wait until the draft's device has finished the work launched before, so that the next `add_frames` is timed
+        without it. Does nothing if the draft runs in another process."""
 
     def end_ingest(self) -> None:
         """Tell the draft's stream that no more frames come for now."""

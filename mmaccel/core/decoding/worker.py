@@ -234,15 +234,15 @@ class Worker:
     def send_in_background(self, kind: int, *numbers: int, blob: Callable[[], Sequence[Blob]]) -> None:
         """Send a large message in the background; `blob` makes its bytes. Messages sent later arrive later.
 
-        Tensors behind these bytes must not change until `wait_until_sent` has returned. The next call raises a failure.
+        Tensors behind these bytes must not change until `wait_until_sent` has returned. The next call raises an error in it.
         """
         self._heard = time.monotonic()
         self._got_through()
         self._outbox.put(kind, numbers, blob)
 
     def wait_until_sent(self, limit_s: float | None = None) -> None:
-        """Wait until all messages of `send_in_background` are sent. After `limit_s`, if the process has accepted nothing for
-        `STILL_S`, it is ended, and `DraftError` is raised."""
+        """Wait until all messages of `send_in_background` are sent. Once `limit_s` seconds are over and the worker has taken
+        no bytes for `STILL_S` seconds, end it and raise `DraftError`."""
         sent = self._outbox.wait(limit_s)  # another's message may be on its way by now
         while not sent and time.monotonic() - self.wire.offered < STILL_S:
             sent = self._outbox.wait(STILL_S)

@@ -30,10 +30,10 @@ class TokenLayout:
     row, column  cell of the token in its frame's grid
     position   rank of the token among the valid tokens of its sequence, by which causality is defined
     valid      bool, False on padding
-    asked      bool, True on the words of a question that is not all behind the last image or video. All False: the question
-               is the text behind it, or is unknown (`core.prefill.prune.question_text_columns`)
+    asked      bool, True on the words of the question, if some of them come before the last image or video. If all are
+               False, the question is the text after it, or unknown (`core.prefill.prune.question_text_columns`)
 
-    A token of an image's high-resolution tiles is in no frame; its cell is that in the picture which all tiles form.
+    A token of an image's high-resolution tiles is in no frame; its cell is its place in the picture that all tiles form.
     """
 
     modality: Tensor
@@ -57,7 +57,7 @@ class TokenLayout:
         valid: Tensor | None = None,
         asked: Tensor | None = None,
     ) -> TokenLayout:
-        """Create a layout from each token's modality [B, S]. If not given, segment and position are derived, others -1."""
+        """Create a layout from modality [B, S]. Defaults: segments are runs of one modality, no padding, the rest "none"."""
         none = torch.full_like(modality, -1)
         valid = torch.ones_like(modality, dtype=torch.bool) if valid is None else valid.bool()
         if segment is None:
@@ -75,7 +75,7 @@ class TokenLayout:
         return cls.build(torch.zeros(batch, length, dtype=torch.long, device=device))
 
     def video(self) -> tuple[int, int]:
-        """Return the number of video tokens and the number of units (steps of time) they show; waits for the device."""
+        """Return the number of video tokens and the number of units (steps of time) they belong to; waits for the device."""
         shown = (self.modality == VIDEO) & self.valid
         begins = self.frame.diff(prepend=torch.full_like(self.frame[:, :1], -1), dim=1) != 0
         return int(shown.sum()), int((shown & begins & (self.frame >= 0)).sum())
@@ -194,9 +194,9 @@ class PositionIds:
     first text token after one unit, and `slope`, its shift by each further unit; `limit`, the model's number of positions;
     `after` [A, t], offsets of the first t text tokens from the first one, if images are among them (None: 0, 1, 2, ...).
 
-    With `time_scale`, the first axis' positions can follow time: `record_unit_times` sets when units were shown, and from
-    its time each has an *own* position. Times are counted in slots: intervals, since unit 0, at which units come at an even
-    frame rate; unit n is then in slot n. A time between two slots gives a position from seconds, rounded down.
+    With `time_scale`, positions on the first axis can follow time: `record_unit_times` sets when units were shown, and the
+    position that follows from a unit's time is its *own* one. A time is counted in slots, the unit intervals at the stream's
+    even rate since unit 0: unit n is in slot n if none was late. Between two slots the position is rounded down.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class PositionIds:
         return made
 
     def renumbered_positions(self, tokens: int) -> PositionIds:
-        """Return `PositionIds` that number all tokens 0, 1, 2, ... on every axis, with `tokens` tokens a unit (frame)."""
+        """Return `PositionIds` that give all tokens positions 0, 1, 2, ... on every axis; a unit has `tokens` tokens."""
         first = self._head.shape[1]
         line = torch.arange(first + tokens, device=self._head.device).expand(self.axes, -1)
         return self.evenly_spaced(line[:, :first], line[:, first:], first + tokens, tokens, self.limit)
@@ -277,7 +277,7 @@ class PositionIds:
 
     @property
     def has_even_rate(self) -> bool:
-        """Whether units (frames) were shown at the stream's even rate, without gaps: own positions equal those by number."""
+        """Whether units (frames) came at the stream's even rate, without gaps: positions by time and by number are equal."""
         return self._odd is None
 
     def by_time(self, first: int, count: int, base: int = 0) -> Tensor:
@@ -368,11 +368,11 @@ class PositionIds:
         return last + 1 < self.limit and taken <= self.limit
 
     def position_table_capacity(self, count: int, own: bool = False) -> int:
-        """Return how many units (frames), at least `count`, the position table holds; asking for more rebuilds it."""
+        """Return how many units (frames) the position table holds; it is first rebuilt if these are fewer than `count`."""
         return self._table(count, own).numel()
 
     def position_table_address(self, count: int) -> tuple[int, int]:
-        """Return the addresses of the position tables of `count` units (frames), which change when a table is rebuilt."""
+        """Return the memory addresses of the position tables of at least `count` units; they change when one is rebuilt."""
         return self._upto(count).data_ptr(), 0 if self._odd is None else self._own.data_ptr()
 
     def _table(self, count: int, own: bool) -> Tensor:

@@ -127,8 +127,8 @@ class Speculation:
 
     `draft` (None: plain decoding) has begun, and `target` has run the prompt, with `first` [1, V] as logits. `stop` is
     called once for each new token, in order, with all ids up to it [1, S']; the first True ends the sequence at that token,
-    even if later ones were accepted. `emit` gets new tokens [m'] as they are committed. `rows`, if given, is a list to which
-    the target's logits [1, V] float32 of each token are appended before `stop` is called. At the end the target has run all ids but the last.
+    even if later ones were accepted. `emit` gets new tokens [m'] as they are committed. To the list `rows`, if given, the
+    logits [1, V] float32 of each are appended before `stop` is called. At the end the target has run all ids but the last.
 
     A draft that raises is dropped, with a `MmaccelWarning` and a note to the meter, and the target goes on alone: no token
     is lost or changed. The meter counts what verification accepted, before `stop` cuts.

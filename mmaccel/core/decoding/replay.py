@@ -56,8 +56,8 @@ class CudaGraphCache:
 
     A capture stays valid while `mark` (see `drop_if_moved`) does not change. `mark` must cover each address that the work
     reads, except those that `at` names: for each name the captures of the last `KEPT` values of `at` are kept, so that
-    sessions that share a model each find theirs, and about `MOST` captures in all. Data at `at` may be freed, and other data
-    of the same shape allocated there: a replay then reads that. Buffers and results belong to this cache, which keeps them.
+    sessions that share a model each find theirs, and about `MOST` captures in all. Data at addresses named by `at` may be
+    freed: a replay reads whatever data of the same shape is there now. Buffers and results belong to this cache.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -88,8 +88,8 @@ class CudaGraphCache:
             self._mark, self._pool = mark, None
 
     def is_captured(self, name: Hashable, at: Hashable = None) -> bool:
-        """Return whether a call of `name` with place `at` captures nothing any more: it replays a graph, or can never be
-        captured. With ``at=...`` any place counts."""
+        """Return whether a call of `name` will not capture any more: it replays a graph, or can never be captured. `at` is
+        the key of the addresses it reads; with ``at=...`` (Ellipsis) a capture at any addresses counts."""
         held = self._held.get(name, {})
         some = held.values() if at is ... else [held.get(at)]
         return not self.works or any(isinstance(one, _Replay | str) for one in some)

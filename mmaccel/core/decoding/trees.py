@@ -20,8 +20,8 @@ def accept_tree(
 
     logits [n + 1, V]: row 0 follows the last committed token, row i + 1 the branch that ends in token i. From the root on,
     the target chooses (or samples) its own next token; while a child equals it, the walk continues below that child.
-    Sampling is exact this way, and no method accepts more: for children chosen deterministically, rejection sampling over
-    the siblings accepts with the same probability, the target's mass on all of them.
+    Sampled tokens have the target's own distribution, and no method accepts more: as children are chosen
+    deterministically, rejection sampling would accept with the same probability, the target's mass on all siblings.
     """
     validate(proposal)
     assert proposal.parents is not None

@@ -22,8 +22,8 @@ class DraftStreamSettings:
     processor  the session's processor
     kv, chunk  the draft's KV memory, and its tokens per forward pass
     prune      the pruner of the draft's tokens, for a draft in another process
-    prompt     for a call of `generate`, which has no processor: the subclass of `PromptAdapter` that reads the prompt's
-               video, and the model inputs of one sequence without padding
+    prompt     for a call of `generate`, which has no processor: (subclass of `PromptAdapter` that reads the prompt's
+               video, model inputs of one sequence without padding); None in a session
     deadline   of the call of `generate`: if the draft runs in another process, the prompt must be sent to it by then;
                None: no limit
     """

@@ -67,8 +67,8 @@ def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
 class UnitRowMap:
     """Maps the units (frames) of a stream to rows of a buffer, on the host, in NumPy; rows of forgotten units are reused.
 
-    The first rows belong to the units `old` [k], ascending, and each row n after these to unit n + `gap`. Until `keep_rows`
-    is called, a unit's row is its number.
+    The first k rows belong to the units `old` [k], ascending, and each later row n to unit n + `gap`. Until `keep_rows` is
+    called, a unit's row is its number.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class QueueMark:
 
 class DeviceQueue:
     """An ordered queue of device work, on a CUDA `stream` or the host. Queues run independently unless one waits for a
-    `QueueMark` of another. `current`: the stream is already the current one where work is issued."""
+    `QueueMark` of another. `current`: the caller's current CUDA stream is already `stream`."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None, current: bool = False) -> None:
         self.stream, self._current = stream, current or stream is None

@@ -12,7 +12,8 @@ from mmaccel.core.memory.kv import StreamState
 
 class FrameMemory(StreamState):
     """A stream memory that stores frames instead of keys and values, and runs the model on some of them for each question.
-    It takes no forward pass itself: the question runs on a `new_kv_memory`, filled with the frames of `choose_units`."""
+    No forward pass uses it as its KV memory: for each question the frames of `choose_units` are run into a
+    `new_kv_memory`, and the question runs on that."""
 
     @abstractmethod
     def store_frames(self, frames: Tensor) -> None:
@@ -20,8 +21,8 @@ class FrameMemory(StreamState):
 
     @abstractmethod
     def choose_units(self, paid: Mapping[int, float]) -> list[tuple[int, Tensor]]:
-        """Return the units to run for a question, ascending: number and frames [F, 3, H, W]. `paid`, for a draft's
-        memory: unit number -> attention that the target's question paid to it; empty if unknown."""
+        """Return the units to run for a question, ascending: of each its number and its frames [F, 3, H, W]. `paid`, for a
+        draft's memory: unit number -> attention that the target's question paid to it; empty if unknown."""
 
     @abstractmethod
     def new_kv_memory(self) -> StreamState:

@@ -63,7 +63,7 @@ class KVState(ABC):
         """Return the keys and values of `layer` that `query` [B, H, n, D] of the last `n` appended columns may attend to."""
 
     def receive_hidden(self, layer: int, hidden: Tensor) -> None:
-        """Take the hidden states [B, n, E] that enter `layer`; an offloaded memory can start to fetch for the next layer."""
+        """Take the hidden states [B, n, E] that enter `layer`. An offloading memory may start copies for the next layer."""
 
     @abstractmethod
     def accept(self, keep: int | Tensor) -> None:
@@ -75,7 +75,7 @@ class KVState(ABC):
 
     @abstractmethod
     def held_columns(self) -> int:
-        """Return how many columns are held, in the layer that holds most; copies that a question made count too."""
+        """Return the number of columns on the device in the layer that has most, with those retrieved for a question."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -112,7 +112,7 @@ class KVState(ABC):
         raise ModelError(f"{type(self).__name__} has no buffers; call append.")
 
     def count_dropped(self, layer: int) -> int:
-        """Return how many columns of the prompt `layer` does not hold, as a pruner dropped them before it."""
+        """Return how many columns of the prompt `layer` does not hold because a pruner dropped them at an earlier layer."""
         return 0
 
     def save(self, path: str | Path) -> None:
@@ -215,8 +215,8 @@ class StreamPass:
 
 @dataclass(frozen=True)
 class UnitEvidence:
-    """How much an answer rests on one unit (frame): the share of layers that attended to it (retrieved or local), that
-    retrieved it, and its part, 0 to 1, of the attention of the answer's first token to units (None: not computed)."""
+    """How much an answer rests on one unit (frame): the share of layers that attended to it (retrieved or local), the share
+    that retrieved it, and its part, 0 to 1, of the attention of the answer's first token to units (None: unknown)."""
 
     share: float
     retrieved: float
@@ -314,8 +314,8 @@ class StreamState(KVState):
         """End an ingestion, and do the work that was postponed while units (frames) came; none come for now."""
 
     def forget_old_units(self, shown: Callable[[int], float], pinned: Callable[[int], bool]) -> list[int]:
-        """Forget units (frames) that are too old by `shown`, a unit's time in seconds; none that is `pinned`, from now on
-        even if memory is full. Return the numbers of all units forgotten since the last call."""
+        """Forget units (frames) that are too old. ``shown(unit)`` is a unit's time in seconds. A unit with ``pinned(unit)``
+        true is kept, and from now on also when room is short. Return the numbers of all forgotten since the last call."""
         return []
 
     def usage(self) -> dict[str, float]:
@@ -335,8 +335,8 @@ class StreamState(KVState):
         return None
 
     def record_shown_columns(self, layer: int, columns: Tensor) -> None:
-        """Record that a pruner hides from the question all columns before it at `layer`, but for `columns` [k] of the view;
-        `evidence` counts these alone."""
+        """Record that at `layer` a pruner shows the question only `columns` [k] of those that its view has before the
+        question's own; `evidence` counts only these."""
 
     def record_sparse_rows(self, layer: int, rows: int) -> None:
         """Record that the first `rows` rows of a question ran sparse attention at `layer`; `evidence` uses later ones."""

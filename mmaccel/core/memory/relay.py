@@ -1,4 +1,4 @@
-"""Defines methods that delegate to the objects an object is made of."""
+"""Helper to define several methods of a class that only call another object's methods of the same names."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class _Relay:
 
 
 def make_delegate(to: Callable[..., Any]) -> Any:
-    """Define delegating methods in a class body: ``append = view = delegate(to)`` makes methods of these names, each of
-    which returns ``to(self, name, *args, **kwargs)``. Their documentation is that of the base class."""
+    """Define delegating methods in a class body: ``append = view = make_delegate(to)`` defines methods `append` and `view`,
+    each of which returns ``to(self, name, *args, **kwargs)``. The base class documents them."""
     return _Relay(to)

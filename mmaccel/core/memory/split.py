@@ -157,7 +157,8 @@ class MultiDeviceStreamState(StreamState):
 
     @property
     def last_listed(self) -> dict[int, Any] | None:  # type: ignore[override]
-        """Layer number -> counts of the query-key pairs that its pattern listed in the last passes of an ingestion."""
+        """Layer number -> counts of the query-key pairs in the blocks that its pattern chose, in an ingestion's last
+        passes."""
         return self._states[0].last_listed
 
     def view(self, layer: int, query: Tensor) -> KVView:

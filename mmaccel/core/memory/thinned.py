@@ -124,8 +124,8 @@ class PrunedKVState(KVState):
         self, query: Tensor, key: Tensor, column: Tensor | None = None
     ) -> Tensor | None:
         """Choose the prompt columns [n], ascending, that a decoded token sees in the layers after `scoring_layer`; None:
-        all. They are chosen by its attention there: `query` [1, H, 1, D] over `key` [1, G, N, D], its own included. `column`
-        [N], ascending, are the columns of the keys if the memory has evicted some; the choice is then among these."""
+        all. The token's attention at that layer decides: `query` [1, H, 1, D] over `key` [1, G, N, D], which includes its
+        own key. `column` [N], ascending, are the columns of the keys if the memory evicted some; only these are chosen."""
         if self._watched is None:
             return None
         groups = key.shape[1]
@@ -201,8 +201,8 @@ class PrunedKVState(KVState):
         return sum(part.nbytes() for part in self._parts)
 
     def counters(self) -> dict[str, float]:
-        """Return the memory's figures; also `held_mean` over layers (`held` is the largest), `visual`, the prompt tokens
-        that may be dropped, and how many of them are left after each stage."""
+        """Return the memory's figures. In addition: `held_mean`, the mean over layers of held columns (`held` is that of the
+        layer with most); `visual`, the number of prompt tokens that may be dropped; and how many each stage leaves."""
         mean = sum(self._parts[part].held_columns() for part in self._owner) / len(self._owner)
         counters = {**super().counters(), "held_mean": mean, "visual": float(self._visual[0])}
         cuts = [stage.layer for stage in self.pruner.pruning_stages(len(self._owner))]

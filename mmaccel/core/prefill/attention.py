@@ -103,7 +103,7 @@ class ForwardPass(PrefillPass):
 
     config    attention settings of the layers
     prefill   whether this is part of a prompt, which may run sparse and is counted; all else is dense
-    rest      columns of the prompt that come after this pass
+    rest      number of columns of the prompt that come after this pass
     branches  the token tree formed by draft tokens to verify
     probes    read what the layers compute
     later     whether the new columns follow a conversation's earlier turn or the frames of a stream
@@ -141,10 +141,10 @@ class ForwardPass(PrefillPass):
         return {} if (before := getattr(self.state, "last_listed", None)) is None else before
 
     def beats_dense(self, layer: int, query: Tensor, n_key: int, view: KVView | None = None) -> bool:
-        """Return whether `layer` should run its pattern, as that is faster than dense attention over `view` (None: all
-        columns). Measured costs decide; without any it is True, or in a later turn with backend "auto" pair counts decide.
-        The pattern's cost follows from the most blocks that it may list; if that loses, from the expected number, corrected
-        by what was listed in an earlier pass or at the last sparse layer."""
+        """Return whether `layer` should run its pattern because that is faster than dense attention over `view` (None: all
+        columns). Measured costs decide. Without any, pair counts decide in a later turn with backend "auto", else True.
+        The pattern's cost is taken for the most blocks that it may list; if that is no gain, for the expected number, which
+        is scaled by what an earlier pass or the last sparse layer listed."""
         choice, (B, H, n, _) = self.config.choice, query.shape
         if choice is None or not (choice.costs or (self.later and self.config.recipe.backend == "auto")):
             return True
@@ -244,7 +244,7 @@ class ForwardPass(PrefillPass):
         return tails
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Compute attention [B, H, n, D] for query [B, H, n, D] to key, value [B, G, N, D], or to what the KV memory has."""
+        """Return attention [B, H, n, D] of query [B, H, n, D] to key, value [B, G, N, D], or to the stream memory's view."""
         if self.check is not None:
             self.check()
         rows = self.layout.length - self.start - query.shape[2]  # of layers that run the last rows alone

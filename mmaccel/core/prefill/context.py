@@ -96,8 +96,8 @@ class ContextGroup:
         return whole.movedim(0, dim)
 
     def patches_per_call(self, count: int, most: int) -> int:
-        """Return into calls of how many patches to cut the vision tower's `count` patches, so that every process gets a
-        call: at most `most`. Returns `count` (no cut) for few patches, or inside a call that is one process's share."""
+        """Return the number of patches per call, at most `most`, with which to run the vision tower on `count` patches so
+        that every process gets a call. It is `count` (one call) for few patches, and within one process's own share."""
         if self._runs or count < MIN_ROWS * self.size:
             return count
         return min(most, -(-count // self.size))
@@ -152,7 +152,7 @@ class ContextGroup:
         self, forward: Callable[..., Any], of_columns: Callable[..., dict[str, Any]], states: object
     ) -> Callable[..., Any]:
         """Wrap `forward` of the text model so that each process runs its own rows; the result has all rows. `of_columns`
-        cuts forward's arguments to some columns. Raises `ModelError` if the model has recurrent layers, `states`."""
+        cuts forward's arguments to some columns. Raises `ModelError` if `states`, the recurrent states, is not empty."""
         if states:
             raise ModelError(
                 "context_mesh: recurrent layers cannot split a sequence over processes; leave it out for this model."
@@ -197,7 +197,8 @@ class ContextParallelKVState(KVState):
         self.coming: Sizes = ()
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Add this process's new columns; in a pass of few rows, which every process runs whole, only the last does."""
+        """Add this process's new columns. A pass of few rows is run whole by every process; only the last process adds its
+        columns."""
         count = self.coming[self.context.rank]
         self.memory.append(layer, key[:, :, :count], value[:, :, :count])
         if layer == 0:

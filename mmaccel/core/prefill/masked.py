@@ -34,8 +34,8 @@ class BidirectionalImages:
     layers: frozenset[int]
 
     def find_new_images(self, layer: int, start: int, layout: TokenLayout) -> NewImageSpans | None:
-        """Return the images among the new columns of `layout`, from `start` on; None if there are none, or if in `layer`
-        images are causal."""
+        """Return the images among the new columns, those of `layout` from `start` on; None if there are none, or if `layer`
+        has causal attention within images."""
         if layer not in self.layers:
             return None
         spans = tuple(one for one in self.spans if start <= one[1] and one[2] <= layout.length)

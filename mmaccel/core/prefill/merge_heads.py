@@ -116,7 +116,8 @@ class TensorPacker:
         self._made: list[Tensor] = []
 
     def reserve(self, shape: tuple[int, ...], value: int, dtype: torch.dtype, first: int = 0) -> PackedSlice:
-        """Reserve a tensor of `shape` [b, h, n], or of lists [b, h, n, 5], filled with `value` where nothing is written."""
+        """Reserve room for a tensor of `shape` [b, h, n], or of block lists [b, h, n, 5], and return its `PackedSlice`. It
+        holds `value` where nothing is written; its first head is head `first`."""
         kind, size = block_lists.KINDS.index(dtype), prod(shape)
         to = PackedSlice(kind, self._ends[kind], shape, first)
         self._ends[kind] += size + -size % ALIGNED

@@ -188,7 +188,7 @@ class TokenPruner(Policy, ABC, kind="prune"):
 
     @property
     def scoring_layer(self) -> int | None:
-        """The layer whose attention chooses the video tokens that later layers show a decoded token; None: all."""
+        """The layer whose attention chooses which video tokens a decoded token sees in later layers; None: it sees all."""
         return None
 
     def recalled_columns(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:

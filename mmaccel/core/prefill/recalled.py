@@ -36,7 +36,7 @@ def _own(around: WrappedMemory, name: str, *given: Any, **named: Any) -> Any:
 
 
 class WrappedMemory(StreamState):
-    """Wraps the stream memory `state` for one question and its answer; all that is not overridden calls `state`."""
+    """Wraps the stream memory `state` for one question and its answer; methods not overridden call those of `state`."""
 
     def __init__(self, state: StreamState) -> None:
         self.state = state
@@ -94,7 +94,7 @@ def warn_idle_pruner(pruner: TokenPruner, meter: Meter) -> None:
 class TimeRangeMemory(WrappedMemory):
     """Wraps the stream memory `state` so that a question sees only the head and the units (frames) `first` to `end` - 1.
 
-    Summary tokens are hidden, as they stand for other units too. count: the most tokens of units that any layer shows.
+    Summary tokens are hidden, as they stand for other units too. `count`: unit tokens in the layer that shows most of them.
     """
 
     def __init__(self, state: StreamState, stream: Stream, first: int, end: int) -> None:

@@ -113,7 +113,8 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     ) -> list[Share]:
         """Plan only the heads of `runs` (see `plan`) of a layer's query [B, H, n_query, D] and key [B, G, n_key, D].
 
-        Override it in a pattern that plans several runs at once, or that reads few query rows and needs no copy of all.
+        Returns for each plan its heads. Override it in a pattern that plans several runs at once, or that reads few query
+        rows: the default copies all of them.
         """
         return [
             (run.heads, self.plan(run.select_queries(query), key[:, run.groups], q_layout, k_layout))
@@ -138,7 +139,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
 
     @property
     def searched_table(self) -> str:
-        """Return the name that messages give to what was searched: the pattern's, or its table of heads."""
+        """Return the words by which messages name the searched settings: the pattern's name, or its table of heads."""
         return self.name
 
     def for_layer(self, layer: int) -> SparsePattern:
@@ -147,7 +148,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
 
     @abstractmethod
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
-        """Return the most key blocks listed for one head, `n_query` rows and `n_key` keys, from these numbers alone."""
+        """Return an upper bound of the number of key blocks listed for one head of `n_query` rows and `n_key` keys."""
 
     def expected_blocks(
         self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None

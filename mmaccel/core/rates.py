@@ -95,8 +95,8 @@ class MeasuredOverhead:
 
 
 class OverheadFile:
-    """A file with the `MeasuredOverhead`s of a model of `sizes` on one device, by `costs.overhead_key`; `label` says how the
-    sessions were run."""
+    """A file of `MeasuredOverhead`s of models of `sizes` on one device, by kind of run (`costs.overhead_key`). `label` says
+    how the measured sessions were run; entries of another label are not found."""
 
     def __init__(
         self,
@@ -228,8 +228,9 @@ def measure_device(
     bench: Bench = measure_seconds,
 ) -> DeviceRates:
     """Return the rates of `device` for attention heads like the model's (`sizes`). They are read from the file `store`, or
-    else measured in a few seconds and stored there. ``step(n)`` runs n small decoder layers on one row to time their launch;
-    ``few(n)`` runs them as a session does, in CUDA graphs. On CUDA `few` and the planning of `pattern` are timed too."""
+    else measured in a few seconds and stored there. ``step(n)`` runs n small decoder layers on one row, by which the launch
+    of a layer is timed; ``few(n)`` does so as a session does, with all but attention in CUDA graphs. `few`, and how long
+    `pattern` takes to plan, are measured on CUDA only."""
     shape = AttentionShape(sizes.heads, sizes.kv_heads, sizes.head_dim, sizes.dtype)
     store = CostFile("rates.json", DeviceRates.from_dict) if store is None else store
     cuda = device.type == "cuda"

@@ -50,7 +50,7 @@ class Recipe:
                 wherever a pattern would not be faster. On a CPU it measures nothing and runs the pattern, though dense
                 attention is faster on short prompts; only later turns and questions where no pairs are saved run dense
     chunk       prefill in chunks of this many tokens; None (null in YAML) runs the whole prompt at once
-    dense_tail  this many last rows of a prompt see every key: the question's rows decide the answer and cost next to
+    dense_tail  number of last rows of a prompt that see every key: the question's rows decide the answer and cost next to
                 nothing. 0 runs the pattern on every row, as the paper's baselines do
     dense_layers  layers that stay dense, by number
     """
@@ -152,7 +152,7 @@ def _check_nesting(given: Mapping[str, Any], unknown: list[str]) -> None:
 def load_session_recipe(where: Path, saved: Mapping[str, Any], again: bool = False) -> Recipe:
     """Return the recipe of the session saved in folder `where`; raises `ModelError` if it is invalid.
 
-    Warns of fields of earlier versions, unless `again` says that the same recipe has warned before.
+    Warns of field names of earlier versions, unless `again` is True: this recipe was read, and warned of, before.
     """
     kv = saved.get("kv")
     token = QUIET.set(again and json.dumps(kv) in _heard)
@@ -249,7 +249,7 @@ def _check_recalled(kv: KVPolicy, prune: TokenPruner) -> None:
 
 
 def check_sequences(recipe: Recipe) -> None:
-    """Raise `RecipeError` if `recipe` cannot serve a model's own `generate`."""
+    """Raise `RecipeError` if `recipe` cannot serve a model's own `generate`, as its KV memory is for streams only."""
     if not recipe.kv.sequences:
         _stream_memory(recipe)
 

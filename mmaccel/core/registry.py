@@ -212,7 +212,7 @@ def _kind_of(made: Policy) -> str:
 
 
 def check_registered(made: Policy) -> None:
-    """Raise `RecipeError` for a policy without a name, whose class is not registered."""
+    """Raise `RecipeError` for a policy whose class is not registered, so that it has no name."""
     if not hasattr(made, "name"):
         kind = _kind_of(made)
         raise RecipeError(

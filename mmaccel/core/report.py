@@ -46,13 +46,13 @@ class Report(HtmlReport):
     peak_bytes      largest device memory during the call (CUDA), or largest resident set of the process so far (CPU)
     new_tokens      of a batch, those of its longest answer
     draft           rounds, target_steps, proposed, accepted, lengths (accepted in each round), windows (proposed in each),
-                    failed (a reason or None), wait_s (seconds of decoding in which it read its prompt), counters (the
+                    failed (a reason or None), wait_s (seconds that decoding waited for its prefill), counters (the
                     strategy's own), notes (its own sentences, `DraftState.report_notes`). In a batch they are summed, and
                     counters and notes are left out; sequences: if a draft was at work, the same for each sequence,
                     with its new_tokens and its memory's counters (kv)
     kv              counters of the KV memory; in a batch with drafts, of its last sequence's memory. If a call continues the
                     `past_key_values` of an earlier one, counters of events, such as "recalled", count this call alone
-    backend_why     why it is this backend, with the measured rates where "auto" measured
+    backend_why     why this attention backend was chosen, with the measured rates where "auto" measured
     video_tokens    of the prompt's videos, in a session of the frames taken in; `video_units`: their steps of time (frames,
                     or what the tower takes as one)
     notes           one sentence for each thing that was asked for and did not act, or acted otherwise, and why
@@ -123,7 +123,7 @@ class DraftRounds:
 
 @dataclass
 class SequenceMeter(DraftRounds):
-    """Statistics of one sequence decoded with a draft; they also count in the `Meter` of the whole call."""
+    """Statistics of one sequence decoded with a draft; what it counts is also added to the `Meter` of the whole call."""
 
     whole: Meter
     new_tokens: int = 0
@@ -204,7 +204,8 @@ class Meter(DraftRounds):
         self.new_tokens += count
 
     def count_attention(self, layer: int, names: tuple[str, ...], listed: Tensor, causal: Tensor) -> None:
-        """Add the query-key pairs of one layer's prefill: `listed` [B, H] by the patterns `names`, and `causal` [B, 1]."""
+        """Add the query-key pairs of one layer's prefill: `listed` [B, H], in the blocks that the patterns `names` of its
+        heads chose, and `causal` [B, 1], all causal ones."""
         self.listed.setdefault(layer, []).append(listed)
         self.causal.setdefault(layer, []).append(causal)
         known = self.names.get(layer, names)
@@ -236,7 +237,8 @@ class Meter(DraftRounds):
         self.idle |= other.idle
 
     def joined_with(self, other: Meter, video: tuple[int, int]) -> Meter:
-        """Return these figures with the query-key pairs and notes of `other` too; `video`: the stream's tokens and units."""
+        """Return a new meter of these figures and the query-key pairs and notes of `other`; `video`: the stream's tokens and
+        units (frames)."""
         whole = replace(self, listed={}, causal={}, names={}, notes=[], idle={}, video=video)
         for one in (other, self):
             whole.merge_counts(one)

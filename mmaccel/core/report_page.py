@@ -317,7 +317,7 @@ def format_head_counts(heads: Mapping[str, int]) -> str:
 
 
 def format_attention_share(kept: float | None) -> str:
-    """Format query-key pairs computed over causal pairs, in percent; above 100% with the reason."""
+    """Format the share of causal query-key pairs that was computed, in percent; above 100% the text says why."""
     percent = "-" if kept is None else f"{kept:.1%} of causal"
     return f"{percent} (blocks count whole)" if kept and kept > 1 and percent[:6] != "100.0%" else percent
 
@@ -329,7 +329,7 @@ def describe_decoding(tokens: int | None, rate: float | None) -> str:
 
 
 def describe_memory(kv: Fields) -> str:
-    """Return in words what a KV memory holds, from its counters `kv`; "" if it holds nothing."""
+    """Describe in words what a KV memory holds, from its counters `kv`; "" if it holds nothing."""
     parts = [bytes_text(kv["bytes"])] if kv.get("bytes") else []
     if held := kv.get("held"):
         mean = kv.get("held_mean", held)

@@ -1,4 +1,4 @@
-"""Files of measurements, one JSON object a line, which a run that was stopped continues; the conditions of a measurement."""
+"""Files of measurements, one JSON object a line, to which a restarted run appends; the conditions of a measurement."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mmaccel.backends import select
 class JsonlFile:
     """A file of measurements, one JSON object (row) a line, to which rows are appended as they are measured.
 
-    A line that was cut off when a run was killed is skipped; at the end of the file the next row replaces it. `first` is the
-    first key of such a file: another file raises `ValueError` and is not changed. None accepts any file.
+    A last line that was cut off, as its run was killed, is skipped, and the next row replaces it. `first` is the key with
+    which the first row must begin: any other file raises `ValueError` and is not changed. None accepts any file.
     """
 
     def __init__(self, path: Path, first: str | None = None) -> None:

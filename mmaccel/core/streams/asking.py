@@ -66,7 +66,7 @@ def run_question(
     weigh   whether `evidence` of the answer will be asked for
     concurrent  whether new frames may be run between the question's layers and the answer's tokens. The question does not
             see them, if the memory supports `StreamState.snapshot`; the caller holds the `turns` of the model
-    settings  by which tokens are chosen (`StreamAdapter.token_choice`)
+    settings  sampling and stop settings of the answer (`StreamAdapter.token_choice`)
     between   (begin, end) in seconds of the stream: the question sees only units (frames) that were shown in that time
 
     Raises `ModelError`, before anything is run, if the model has no position left for an answer, and `CallEnded` if the
@@ -255,12 +255,12 @@ class QuestionRunner(Runner):
     evidence  returns the frames that the answer is based on, after the question has run
     question  its text; `draft_stream`: that of the draft model, which is asked the question too
     check     called between two layers of the question; may raise `CallEnded`
-    pause     called with False between two passes of the answer: lets other threads use the model
+    pause     lets other threads use the model: called with True between two layers, with False between two passes
     counted   returns the counters of the memory
     token_choice  how the tokens of the answer are chosen
     shares    whether steps of the answer may be batched with other answers on the model
     lines     the timed texts (subtitles) of the stream that the prompt contains
-    around    wraps the memory during the question; an `AttentionRecording` records attention for a draft's pruner
+    around    wraps the memory during the question, such as an `AttentionRecording` for a draft's pruner
     logits    [1, V] of the first token, set by `prefill`
     """
 
@@ -285,8 +285,8 @@ class QuestionRunner(Runner):
     logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Run the question, or a later piece of its prompt; return its last logits [1, V]. `inputs`: the `stream_pass`, its
-        `embeds` [n, E], and `goes_on` if more follows. Raises `CallEnded` if the deadline comes before the last layer."""
+        """Run the question, or a later piece of its prompt; return the last row's logits [1, V]. `inputs` has "stream_pass",
+        its "embeds" [n, E], and "goes_on" if more follows. Raises `CallEnded` at the deadline, up to the last layer."""
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
         how = {"check": self.check, "meter": self.meter, "running": self.running}
         hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)
@@ -296,7 +296,7 @@ class QuestionRunner(Runner):
         return self.logits
 
     def run_text_lines(self, lines: Sequence[TimedText], room: int, rest: Tensor) -> None:
-        """Run those of `lines` that fit into `room` tokens, then the `rest` [n] of the prompt, behind the question."""
+        """After the question, run the text of those `lines` that fit into `room` tokens, then the prompt's `rest` [n]."""
         assert isinstance(self.adapter, StreamAdapter)
         self.lines, text, ids = trim_lines_to_tokens(lines, room, self.adapter.text_ids)
         if len(self.lines) < len(lines):

@@ -39,7 +39,7 @@ FACTS = "stream.json"
 
 
 class PromptAdapter(StreamModel):
-    """A `StreamModel` by which a draft model reads the video and the text of one prompt of `generate`, as of a stream.
+    """A `StreamModel` by which a draft model reads the video and the text of a prompt of `generate` as if it were a stream.
 
     frames  [T, ...] pixels of the prompt's video, which the draft's memory is to take in, a row per frame; may be empty
     times   seconds at which each frame was shown
@@ -60,13 +60,13 @@ class PromptAdapter(StreamModel):
 
 
 class LocalDraftStream(DraftStream):
-    """A `DraftStream` whose draft model runs in this process, with its own KV memory `kv`; it begins with the first frames,
-    or, with a `PromptAdapter`, when the first question is read. Of what a question retrieves the draft reads only what
-    `prune` keeps; `counts` are the numbers of these tokens, before and after; `pruned_tokens` is how many it did not read.
+    """A `DraftStream` whose draft model runs in this process, with its own KV memory `kv`. It begins with the first frames,
+    or, with a `PromptAdapter`, when the first question is read. Of the tokens that a question retrieves the draft reads only
+    those that `prune` keeps: `counts` are their numbers before and after, `pruned_tokens` is the difference.
 
-    deadline  has no time limit; cancel it, as from another thread that drops the stream, to stop reading
-    reading  number of tokens in the memory's window -> the sparse pattern for reading stored videos; None, or a memory
-             without a window: frames see all earlier ones
+    deadline  has no time limit; another thread cancels it to stop reading
+    reading   function: number of tokens in the memory's window -> the sparse pattern for reading stored videos. None, or a
+              memory without a window: frames see all earlier ones
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class LocalDraftStream(DraftStream):
         live.state.forget_old_units(live.unit_time, live.is_pinned)
 
     def read_prompt(self, deadline: Deadline | None = None) -> None:
-        """Read the prompt of a `PromptAdapter`, unless that is done. Raises `CallEnded` at the deadline (None: the
-        stream's)."""
+        """Run the video of a `PromptAdapter`'s prompt into the memory, unless that is done. Raises `CallEnded` at
+        `deadline` (None: that of this stream)."""
         prompt = self._adapter
         if self._live is not None or not isinstance(prompt, PromptAdapter):
             return
@@ -165,8 +165,8 @@ class LocalDraftStream(DraftStream):
         self._guided = GuidedRetrievalWrapper(self._prune, heard) if pruned else None  # type: ignore[arg-type]
 
     def read_question(self, deadline: Deadline | None = None) -> QuestionRunner:
-        """Run the prepared question; return its runner, valid until `end_question`. Raises `CallEnded` at the deadline.
-        For a prompt of `generate` the runner's counters count the events of this call alone."""
+        """Run the question of `prepare_question`; return its runner, valid until `end_question`. Raises `CallEnded` at the
+        deadline. For a prompt of `generate` the runner's counters count the events of this call alone."""
         deadline = deadline or self.deadline
         before = {} if self._live is None else self._live.counters()
         self.read_prompt(deadline)

@@ -43,8 +43,8 @@ answers. It waits for the clip that is being taken in, so many seconds at most."
 
 
 class QuestionLock(FairLock):
-    """Lets one question of a session run at a time, up to its answer's first token. Then the answer may leave the lock and
-    go on beside others; `holding` waits for all that left. After `AT_ONCE` answers all must end; then it calls `between`."""
+    """Lets one question of a session run at a time, up to its answer's first token. The answer may then leave the lock and go
+    on beside others; `hold` waits for these. After `AT_ONCE` have left, a question waits for all, then calls ``between()``."""
 
     _inside: ClassVar[list[int]] = []  # threads of answers that left; each may run what others' call
 
@@ -62,7 +62,7 @@ class QuestionLock(FairLock):
             yield waited
 
     def check_not_answering(self) -> None:
-        """Raise `ModelError` if this thread decodes an answer that left the lock: waiting for all would never end."""
+        """Raise `ModelError` if this thread decodes an answer that left the lock: it would wait for itself forever."""
         if threading.get_ident() in self._inside:
             raise ModelError("an answer cannot wait for its own end; call this when the answer has ended.")
 

@@ -31,8 +31,8 @@ class WaitingUnits:
 
     live    the `StreamRunner` whose memory takes them in
     asked   when they began to wait (`time.monotonic`); `waited`: seconds from then until their pass began
-    taken   whether a thread whose turn it is has claimed them for its pass
-    others  seconds of that pass that other streams in it took
+    taken   whether the thread that has the model has claimed them for its pass
+    others  seconds of that pass that the units of other streams took
     done    set when the pass is over; `error`: what it failed with, if it failed
     """
 
@@ -53,8 +53,8 @@ class WaitingUnits:
 
     @cached_property
     def batch_key(self) -> Hashable | None:
-        """A key that is equal for units which can go through the layers as one batch; None: these run alone. First read in
-        the thread that waits."""
+        """A key that is equal for units that may go through the layers as one batch; None: these run alone. The thread that
+        waits with the units must read it first; it is then cached."""
         live = self.live
         model = None if live.ingests or live.running is not None else live.adapter.batch_key
         plain = type(live.around) is MemoryWrapper and not isinstance(live.state, FrameMemory)
@@ -77,9 +77,9 @@ class WaitingUnits:
 
 
 def run_waiting_units(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
-    """Wait for the model, run the units `mine` through it and return them. Whichever thread gets its turn first runs all
-    waiting units of the same `batch_key` as one batch. Raises `CallEnded` if the deadline comes first, or the pass's
-    error."""
+    """Run the units `mine` through the model when it is free, and return them. Of the threads that wait with units of the
+    same `batch_key`, the one that gets the model first runs the units of all as one batch. Raises `CallEnded` if the
+    deadline comes first, or the pass's error."""
     turns = mine.live.adapter.turns
     waiting, _ = turns.waiting_passes, mine.batch_key  # which is of this thread
     try:

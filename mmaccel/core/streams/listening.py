@@ -90,8 +90,8 @@ class AttentionRecordingMemory(WrappedMemory):
     """Wraps the memory `state` and records, for a draft's pruner, the question's attention to frames at the layers that
     `stage` reads; for a pruner that reads hidden states, which tokens of frames any layer sees.
 
-    Layers that are read run without CUDA graphs during the question, and with them from its first token on. A pruner of the
-    target acts after this, so tokens that it drops are recorded too.
+    Layers that are read run without CUDA graphs during the question, and with them from the answer's first token on. A
+    pruner of the target acts after the recording, so tokens that it drops are recorded too.
     """
 
     def __init__(

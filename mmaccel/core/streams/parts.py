@@ -93,15 +93,15 @@ class RunningStates(ABC):
 
 
 def concat_padded(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate parts [., E] of the layers' input to [n, E]. Some parts are wider, as they carry features for later layers
-    (`StreamModel.embed_units`); the others are padded with zeros."""
+    """Concatenate the rows of `parts`, pieces [m, E] of the layers' input, to [n, E]. Pieces that also hold features for
+    later layers (`StreamModel.embed_units`) are wider; the others are padded with zeros to their width."""
     wide = max(part.shape[1] for part in parts)
     return torch.cat([torch.nn.functional.pad(part, (0, wide - part.shape[1])) for part in parts])
 
 
 @contextmanager
 def restore_states_at_exit(running: RunningStates | None) -> Iterator[None]:
-    """Context that restores the recurrent states at exit to those at its begin; does nothing for None."""
+    """Context that at its exit restores the recurrent states as they were at its start; does nothing for None."""
     mark = None if running is None else running.fork()
     try:
         yield
@@ -159,7 +159,7 @@ class MemoryWrapper:
         return state
 
     def run_options(self, kind: str) -> dict[str, Any]:
-        """Return extra arguments of `StreamModel.run_layers` for a forward pass of `kind` ("units", "question", ...)."""
+        """Return extra arguments of `StreamModel.run_layers` for a pass of this `kind` (see `StreamPass`)."""
         return {}
 
     def forget_after(self, tokens: int) -> None:
@@ -187,10 +187,10 @@ class _Waiter(NamedTuple):
 
 
 class FairLock:
-    """A lock that is given to threads in the order in which they asked for it; its holder may take it again.
+    """A lock that threads get in the order in which they asked for it; its holder may take it again.
 
-    A long holder yields in between: waiting threads get their turns, and it continues after them. A forward pass of frames
-    yields only to answer tokens, which read snapshots: nothing else may see what it has half written.
+    A holder with a long task yields in between: waiting threads get their turns, and it continues after them. A forward pass
+    of frames yields only to answer tokens, which read snapshots: nothing else may see its half-written memory.
     """
 
     def __init__(self) -> None:
@@ -215,9 +215,9 @@ class FairLock:
     def hold(self, deadline: Any = None, **how: Any) -> Iterator[float]:
         """Context that holds the lock and gives the seconds waited. Raises `CallEnded` if the deadline comes first.
 
-        token  whether it is wanted for tokens of an answer
-        ahead  seconds: it comes before passes of frames that have waited for less (`QUESTION_S`, `SHORT_S`)
-        over   returns whether another holder has done what the lock is wanted for; the context then begins without the lock
+        token  whether the caller runs tokens of an answer
+        ahead  seconds (`QUESTION_S`, `SHORT_S`): the caller goes before passes of frames that have waited for less
+        over   returns whether another holder has done the caller's work already; the context then begins without the lock
         """
         began = monotonic()
         held = self._acquire(deadline, **how)
@@ -228,20 +228,20 @@ class FairLock:
                 self._release()
 
     def yield_lock(self, inside: bool = False) -> None:
-        """Release the lock to waiting threads, then continue: with the next token or, `inside`, with the forward pass under
-        way. Only one pass at a time may pause for every kind of waiter; other passes pause only for answer tokens."""
+        """Release the lock to waiting threads, then hold it again to go on: with the next token or, `inside`, in the middle
+        of a forward pass. One pass at a time may pause for all waiting threads, others only for answer tokens."""
         if inside and self._paused:
             self.yield_to_answers()
         else:
             self._aside(lambda: bool(self._waiting), token=not inside, inside=inside)
 
     def yield_to_answers(self) -> None:
-        """In the middle of a pass, let answer tokens that have waited for `PATIENCE_S` have their turns, nothing else."""
+        """In the middle of a pass, give turns to answer tokens that have waited for `PATIENCE_S` seconds, nothing else."""
         self._aside(lambda: self._still is None and self._late() is not None, still=True)
 
     def yield_between_layers(self, device: torch.device, *_: Any) -> None:
-        """Called between two layers of a pass on `device`: lets waiting answer tokens have their turns. While one waits, the
-        host runs at most one layer ahead of the device."""
+        """Give waiting answer tokens their turns, between two layers of a pass on `device`. While one waits, the host runs
+        at most one layer ahead of the device."""
         with self._lock:
             waits = any(one.token for one in self._waiting)
         if waits and device.type == "cuda":
@@ -277,7 +277,7 @@ class FairLock:
             self._paused = self._paused and not inside
 
     def decode_answer(self, one: Speculation, shares: bool) -> None:
-        """Decode an answer while holding the lock; if it `shares` steps, in a batch with other answers if there are any."""
+        """Decode an answer, holding the lock; with `shares` its steps may be batched with those of other answers."""
         self.answers += shares
         try:
             while not one.ended:
@@ -314,7 +314,7 @@ class FairLock:
             self._depth = depth
 
     def reset_after_fork(self) -> None:
-        """Reset the lock after a fork: in the child process only the forking thread exists, so no other can hold it."""
+        """Reset the lock in a forked child process, where no other thread exists that could hold it."""
         mine = self._holder == threading.get_ident()
         self._lock, self._waiting = threading.Lock(), deque()
         self._holder, self._depth = (self._holder, self._depth) if mine else (None, 0)

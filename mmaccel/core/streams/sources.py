@@ -47,7 +47,7 @@ class StreamEvent:
                        error, `lasted` the seconds until frames came again (None until then)
     gap         no frame was shown for `lasted` seconds after one at `seconds`
     size, rate  from `seconds` on frames have another size, or come at another rate: `why` names the old and the new one
-    let_go      the memory forgot frames: the last of them was shown at `seconds`, and they span `lasted` seconds
+    let_go      the memory forgot frames, which span `lasted` seconds; the last of them was shown at `seconds`
     """
 
     kind: Literal["stall", "fault", "end", "gap", "size", "rate", "let_go"]
@@ -138,8 +138,9 @@ def regroup_clips_by_pass(
     """Join and cut the `clips` of one stored video so that each clip yielded fills one forward pass; the last may be
     shorter.
 
-    `room(clip)` returns how many frames like those of `clip` fit into the next pass; at most so many frames and one clip are
-    held in memory. Frames of another size or rate begin a new pass, and so do frames without times after frames with times.
+    `room(clip)` returns how many frames of the size of those in `clip` fit into the next pass; at most that many frames and
+    one clip are held in memory. Frames of another size or rate begin a new pass; so do frames without times after frames
+    with times.
     A clip that is the whole video is yielded as it is. `seen` is called with each incoming clip, and may raise. Raises
     `ModelError` for a clip without frames, or whose frames are not uint8.
     """

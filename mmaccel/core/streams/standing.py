@@ -70,7 +70,7 @@ class StandingQuestion:
         self.stop()
 
     def wait_until_reported(self) -> None:
-        """Wait, after `stop`, until a change that was found is reported; returns at once if called by that report itself."""
+        """Wait, after `stop`, until a change that was found is reported. Called from within that report, return at once."""
         if self._thread is not threading.current_thread():
             self._thread.join()
 

@@ -42,8 +42,8 @@ SLOW, SLOW_S = 2.0, 20.0
 class GuardedDraftStream:
     """Wraps the stream of a draft so that its failure ends only drafting.
 
-    `stream` is None without a draft that watches, and after a failure, whose reason is `failed`. A draft that takes more
-    than `SLOW` times as long as everything else is too slow, which counts as a failure.
+    `stream` is None if no draft watches, and after a failure, whose reason is `failed`. A draft that takes more than `SLOW`
+    times as long as all other work is dropped as too slow.
     """
 
     def __init__(self, watch: Callable[[], DraftStream] | None = None) -> None:
@@ -56,7 +56,7 @@ class GuardedDraftStream:
 
     @classmethod
     def open(cls, draft: DraftStrategy, target: ModelView, told: DraftStreamSettings) -> GuardedDraftStream:
-        """Open the stream of `draft` with the session's settings `told`; if it needs no video, none is wrapped."""
+        """Open the stream of `draft` with the session's settings `told`, and wrap it; a draft without video has none."""
         asks = draft.active and "video" in draft.needs
         return cls(partial(draft.open_stream, target, told) if asks else None)
 
@@ -101,7 +101,7 @@ class GuardedDraftStream:
 
     @contextmanager
     def question_scope(self, question: Any, room: int, around: MemoryWrapper) -> Iterator[DraftStream | None]:
-        """Context that gives the draft's stream, prepared for `question`; `around` may hold the target's attention."""
+        """Context that gives the draft's stream, prepared for `question`; its pruner gets the attention `around` recorded."""
         try:
             with self.drop_on_error() as stream:
                 if stream is not None:
@@ -291,8 +291,8 @@ class StreamRunner:
         info.spans += [(start + i, per_unit) for i in range(0, frames.shape[0], per_unit)]
 
     def record_units(self, features: Tensor) -> tuple[Tensor, list[int]]:
-        """Record which frames the units with `features` [n, P, E] span, merged if the memory merges units; return the
-        features [m, P, E] to run and each unit's first frame, for `run_units`."""
+        """Record which frames each unit with `features` [n, P, E] spans, once the memory has merged units, if it does.
+        Return the features [m, P, E] to run and the number of each unit's first frame, for `run_units`."""
         spans, per_unit = self.info.spans, self.adapter.frames_per_unit
         start = sum(spans[-1]) if spans else 0
         features, counts = self.state.merge_units(features)
@@ -379,8 +379,8 @@ class StreamRunner:
         self.around.forget_after(self.state.units() * info.tokens_per_unit)
 
     def counters(self, state: StreamState | None = None) -> dict[str, float]:
-        """Return the counters of the memory (or of its snapshot `state`), and how many visual tokens a pruner kept: of all
-        units (frames), or of those that the last question retrieved."""
+        """Return the counters of the memory (or of its snapshot `state`) and, with a pruner, how many visual tokens it kept:
+        of all units (frames), or of those that the last question retrieved."""
         counted = {**(self.state if state is None else state).counters(), **self.pruned}
         dropped = self.adapter.pruned_per_unit
         if dropped is not None:

@@ -132,7 +132,7 @@ def shift_lines(lines: Sequence[TimedText], seconds: float) -> list[TimedText]:
 
 
 def lines_without_units(info: StreamInfo, gone: Iterable[int]) -> tuple[TimedText, ...]:
-    """Return the lines of a stream but for those that began while the units (frames) `gone` were shown."""
+    """Return the lines of a stream without those that began while one of the units (frames) `gone` was shown."""
     starts, lost = info.unit_times(0) if info.timed_texts else [], set(gone)
     return tuple(one for one in info.timed_texts if _unit_at(starts, one.begin) not in lost)
 
@@ -142,8 +142,8 @@ def unit_layer_shares(
 ) -> dict[int, float]:
     """Return, during a question, unit (frame) number -> the share of the `layers` layers that see the unit, if any does.
 
-    `tokens` is the number of tokens a unit. `numbers` are the unit numbers to return, one for each unit of the memory in
-    order. A layer whose memory cannot tell what it sees counts as seeing all units.
+    A unit has `tokens` tokens. `numbers` are the numbers by which the result names the memory's units, in their order.
+    A layer whose memory cannot tell what it sees counts as seeing all units.
     """
     total = torch.zeros(len(numbers))
     for layer in range(layers):
@@ -158,9 +158,10 @@ def unit_layer_shares(
 def lines_for_question(
     info: StreamInfo, share: dict[int, float], between: tuple[float, float] | None
 ) -> list[TimedText]:
-    """Return the lines that a question of a stream may read, best first: those `between` two times, or those at whose time a
-    unit (frame) was shown that layers see. Lines of units that most layers see (`share`, by unit number) come first, then
-    the latest. Lines that begin after the last frame are left out."""
+    """Return the lines that a question of a stream may read, best first: those shown between the two times of `between`, or,
+    if it is None, those shown together with a unit (frame) that the question sees. `share`: unit number -> the share of
+    layers that see it; lines of the largest share come first, of equal ones the latest. Lines that begin after the last
+    frame are left out."""
     lines = info.timed_texts[
         : bisect.bisect_left(info.timed_texts, stream_end_seconds(info), key=lambda one: one.begin)
     ]
@@ -184,8 +185,9 @@ def lines_for_question(
 def trim_lines_to_tokens(
     lines: Sequence[TimedText], room: int, ids: Callable[[str], Tensor]
 ) -> tuple[tuple[TimedText, ...], str, Tensor]:
-    """Return the first of `lines` that fit into `room` tokens together, in order of time; their text, and its `ids` [n].
-    Lines that are too long alone are left out, and the next are taken; at most ``room * CHARACTERS`` characters are read."""
+    """Take the first of `lines`, given best first, that together fit into `room` tokens. Return them in order of time, their
+    text, and its ids [n], made by ``ids(text)``. A line that does not fit alone is skipped; at most ``room * CHARACTERS``
+    characters are read."""
     some, whole, longest = list[TimedText](), room - len(ids(LEAD)), room * CHARACTERS
     left, unread = whole, longest
     for one in lines:

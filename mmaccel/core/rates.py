@@ -127,7 +127,8 @@ def fit_cost_plane(
     seconds  (layers, units) -> measured seconds, at two numbers of layers times two numbers of units
     grows    whether the seconds grow with the number of units; if not, the fit is a line in layers alone
     least    number of units at which the fit must not be below zero
-    pairs    where a line in units would be below zero there, fit a parabola, as if query-key pairs made the cost
+    pairs    whether to fit a parabola in units where a line would be below zero at `least` units, as if the cost were one
+             of query-key pairs
     """
     (few, many), (short, long) = (sorted({at[side] for at in seconds}) for side in (0, 1))
     if not grows:

@@ -185,7 +185,7 @@ class Meter(DraftRounds):
         self.started = time.perf_counter()
 
     def begin_pass(self, tokens: int, start: int, video: tuple[int, int] = (0, 0)) -> None:
-        """Start measuring a pass over `tokens` new columns from column `start`; `video`: its tokens and units (frames)."""
+        """Start measuring a pass over `tokens` new columns from column `start`; `video`: its video tokens and units."""
         if not self.generating and (start == 0 or self.awaits_first_pass):
             self.clear()
         if self.prompt_tokens == 0:

@@ -102,7 +102,7 @@ class Prompt:
 
     `warp` turns the raw logits of one token into the distribution it is drawn from (temperature, top-k, penalties, given the
     ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known. `stream`: in a session,
-    the draft's own video stream, which has the question; `inputs` then have only ids. In a later turn of a conversation
+    the draft's own video stream, prepared for the question; `inputs` then have only ids. In a later turn of a conversation
     `past` are the columns in the target's KV cache, `inputs` only what follows them, `previous_state` what the last turn's
     `state_for_next_turn` returned. `lasts`: whether another turn may follow. `deadline`: when the call of `generate` ends.
     """

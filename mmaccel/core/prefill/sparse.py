@@ -287,8 +287,8 @@ def choose_backend(recipe: Any, view: ModelView) -> select.BackendChoice:
 def planning_benchmark(
     pattern: Any, shape: measure.AttentionShape, device: torch.device
 ) -> Callable[[int], Callable[[], object]]:
-    """Return a benchmark of planning for `measure_costs`: a function of a token count n that returns a call, which plans a
-    layer of n tokens."""
+    """Return a benchmark of planning for `measure_costs`: a function of a token count n that returns a callable, which
+    plans one layer of n tokens."""
 
     def plan(n: int) -> Callable[[], object]:
         place = torch.arange(n, device=device)[None]

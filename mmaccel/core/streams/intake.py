@@ -43,8 +43,8 @@ answers. It waits for the clip that is being taken in, so many seconds at most."
 
 
 class QuestionLock(FairLock):
-    """Lets one question of a session run at a time, up to its answer's first token. The answer may then leave the lock and go
-    on beside others; `hold` waits for these. After `AT_ONCE` have left, a question waits for all, then calls ``between()``."""
+    """Lets one question of a session run at a time, up to its answer's first token. Its answer may then leave the lock and
+    go on beside others; `hold` waits for those. Once `AT_ONCE` have left, a question waits for all and runs `between`."""
 
     _inside: ClassVar[list[int]] = []  # threads of answers that left; each may run what others' call
 

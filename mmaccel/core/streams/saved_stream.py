@@ -156,7 +156,7 @@ def read_stream(
 
 
 def saved_content_fields(kv: KVPolicy) -> dict[str, Any] | None:
-    """Return the fields of a stream memory's policy on which stored content depends, JSON-ready; None for another kind."""
+    """Return the fields of `kv` on which the content that it stores depends, JSON-ready; None if it is not for streams."""
     if not isinstance(kv, StreamPolicy):
         return None
     fields = as_json_value(Recipe(kv=kv).to_dict()["kv"]).items()

@@ -96,7 +96,7 @@ class VideoSession(FrameIntake):
         `VideoStalled`; watch it again to wait longer. For spill "drop_oldest" see the class. `timeout`: seconds from the
         start of this call. When they are over, or `cancel` is called, the call ends after the current pass of frames, or at
         once while it waits for frames of a path. The session keeps the frames that the model has read, drops the others, and
-        a warning gives the number kept. Of a live source the model reads what has come once nothing came for half a second.
+        a warning gives the number kept. If a live source sends nothing for half a second, the model reads what has come.
         `reconnect`: a source that stalls, fails or ends is opened again, after growing delays, until the call is cancelled
         or times out; `events` records this, and frames continue at the time at which they come. For endless sources,
         watch each clip of ``mmaccel.media.clips(...)``.
@@ -137,7 +137,7 @@ class VideoSession(FrameIntake):
         2048 tokens of lines, it reads first those of the frames that most layers saw. A line of a later time is read once
         frames of that time have come. Lines are saved with the stream, and are dropped with the frames in which they begin;
         beyond 2,097,152 characters (64 more for each line) the oldest are dropped. Special tokens in a line count as plain
-        text. The call waits for the clip that is being taken in, or for the end of a call of `ingest` or with `times`.
+        text. The call waits for the clip that is being taken in, or for the end of an `ingest` or a `watch` with `times`.
         Raises `ModelError` for impossible times or an invalid text.
         """
         now = self.seconds if at is None else at
@@ -177,7 +177,7 @@ class VideoSession(FrameIntake):
         stream    return the text in pieces as it is generated (`StreamedAnswer`), instead of the whole `Answer`
         timeout   seconds from the start of this call; the answer then ends with the tokens generated so far, perhaps none
         evidence  also find the frames that the answer is based on; False answers a long question sooner
-        chat      read the turns in `history` before it, and append question and answer there
+        chat      read the turns in `history` before the question, and append question and answer to it
         between   (begin, end) in seconds of the stream, such as (725.0, 730.0): it sees only frames shown in that time
         settings  of `generate`: do_sample with temperature, top_k, top_p and a seed; repetition_penalty; stop_strings;
                   logits_processor or prefix_allowed_tokens_fn, as libraries make them for answers in JSON; by default greedy
@@ -322,7 +322,7 @@ class VideoSession(FrameIntake):
 
         prompt_tokens are the columns of the stream, as its memory counts them, and of the question; `kv` counts what the
         memory holds now; kept and patterns are those of the last `ingest` under a pattern and of the question; peak_bytes
-        are since the last reset on CUDA. Before the first answer its figures are 0 or None.
+        are since the last reset on CUDA. Before the first answer, figures of an answer are 0 or None.
         """
         return self._told(self._meter, self.counters())
 

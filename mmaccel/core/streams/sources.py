@@ -140,9 +140,8 @@ def regroup_clips_by_pass(
 
     `room(clip)` returns how many frames of the size of those in `clip` fit into the next pass; at most that many frames and
     one clip are held in memory. Frames of another size or rate begin a new pass; so do frames without times after frames
-    with times.
-    A clip that is the whole video is yielded as it is. `seen` is called with each incoming clip, and may raise. Raises
-    `ModelError` for a clip without frames, or whose frames are not uint8.
+    with times. A clip that is the whole video is yielded as it is. `seen` is called with each incoming clip, and may raise.
+    Raises `ModelError` for a clip without frames, or whose frames are not uint8.
     """
     held: list[Clip] = []
     with closing(clips):

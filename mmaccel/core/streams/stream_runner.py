@@ -101,7 +101,7 @@ class GuardedDraftStream:
 
     @contextmanager
     def question_scope(self, question: Any, room: int, around: MemoryWrapper) -> Iterator[DraftStream | None]:
-        """Context that gives the draft's stream, prepared for `question`; its pruner gets the attention `around` recorded."""
+        """Context that gives the draft's stream, prepared for `question`; its pruner gets what `around` has recorded."""
         try:
             with self.drop_on_error() as stream:
                 if stream is not None:

@@ -225,8 +225,7 @@ class ModelAdapter(ABC):
         return kind in self.model_types
 
     def tiny_model_factory(self, kind: type[nn.Module]) -> Any:
-        """Return a factory (`models.tiny.TinyModels`) of tiny random models of class `kind` and of prompts for them, for
-        tests."""
+        """Return a test factory (`models.tiny.TinyModels`) of tiny random models of class `kind`, and of their prompts."""
         raise ModelError(f"family {self.name!r} does not define tiny_model_factory; override it.")
 
     def check_recipe(self, model: nn.Module, recipe: Any) -> None:

@@ -54,8 +54,7 @@ def one_line_error(error: Exception) -> str:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """Return the words "the nearest that is, is 'NAME'; ", to be put into an error message, where NAME is the name in
-    `known` most similar to the given one; "" if none is similar."""
+    """Return a piece of an error message, "the nearest that is, is 'X'; ", for the most similar X in `known`, else ""."""
     near = difflib.get_close_matches(str(name)[:SHOWN], list(known), n=1, cutoff=0.4)
     return f"the nearest that is, is {near[0]!r}; " if near else ""
 
@@ -86,8 +85,7 @@ class ArgumentNames:
 
 
 class MessageWithFields:
-    """Base of errors and warnings whose `args` are pieces of the message: strings, and `ArgumentNames` for call
-    arguments."""
+    """Base of errors and warnings whose `args` are the message's pieces: strings, and `ArgumentNames` of a call."""
 
     args: tuple[Any, ...]
 
@@ -247,8 +245,7 @@ def warn(message: str | MmaccelWarning, category: type[MmaccelWarning] = Mmaccel
 
 
 def check_family_class(name: str, cls: Any, base: type, known: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` if `cls`, the family `name`, is not derived from `base`, or names no model type, or one that
-    another family of `known` serves."""
+    """Raise `RecipeError` if family `cls` is not a `base`, or has no model type, or one that a family in `known` serves."""
     if not issubclass(cls, base):
         raise RecipeError(f"model {name!r}: {cls.__name__} is not a Family; derive it from that.")
     if "model_types" not in dir(cls):

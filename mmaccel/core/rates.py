@@ -127,8 +127,7 @@ def fit_cost_plane(
     seconds  (layers, units) -> measured seconds, at two numbers of layers times two numbers of units
     grows    whether the seconds grow with the number of units; if not, the fit is a line in layers alone
     least    number of units at which the fit must not be below zero
-    pairs    whether to fit a parabola in units where a line would be below zero at `least` units, as if the cost were one
-             of query-key pairs
+    pairs    fit a parabola in units, as if query-key pairs made the cost, where a line is below zero at `least` units
     """
     (few, many), (short, long) = (sorted({at[side] for at in seconds}) for side in (0, 1))
     if not grows:

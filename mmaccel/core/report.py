@@ -91,8 +91,7 @@ class Report(HtmlReport):
 
 @dataclass(kw_only=True)
 class DraftRounds:
-    """Counts the rounds of speculative decoding: for each non-empty proposal, its length and how many tokens were
-    accepted."""
+    """Counts the rounds of speculative decoding: of each non-empty proposal the length and the number of accepted tokens."""
 
     lengths: list[int] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
@@ -237,8 +236,7 @@ class Meter(DraftRounds):
         self.idle |= other.idle
 
     def joined_with(self, other: Meter, video: tuple[int, int]) -> Meter:
-        """Return a new meter of these figures and the query-key pairs and notes of `other`; `video`: the stream's tokens and
-        units (frames)."""
+        """Return a new meter with the query-key pairs and notes of `other` added; `video`: the stream's tokens and units."""
         whole = replace(self, listed={}, causal={}, names={}, notes=[], idle={}, video=video)
         for one in (other, self):
             whole.merge_counts(one)

@@ -62,8 +62,7 @@ def decode_round_robin(sequences: Sequence[Speculation]) -> None:
 
 
 class GuardedDraft:
-    """Wraps a draft so that its failure ends only drafting, not decoding; `state` is None before it is opened and after it
-    ends.
+    """Wraps a draft so that its failure ends only drafting, not decoding; `state` is None before it opens and after it ends.
 
     lasts  whether a later turn may follow; then `next_state` is what the draft's `state_for_next_turn` returned
     """

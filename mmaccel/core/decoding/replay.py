@@ -1,5 +1,4 @@
-"""`CudaGraphCache` captures repeated work as CUDA graphs and replays it; `LazilyCompiled` compiles a function once that
-pays."""
+"""`CudaGraphCache` captures repeated work as CUDA graphs and replays it; `LazilyCompiled` compiles a function if it pays."""
 
 from __future__ import annotations
 

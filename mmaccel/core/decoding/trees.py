@@ -55,8 +55,7 @@ def mask_repeated_siblings(ids: Tensor, parents: Tensor) -> Tensor:
 
 
 def accepted_tree_tokens(ids: Tensor, parents: Tensor, sees: Tensor, best: Tensor) -> Tensor:
-    """Return which tree tokens are accepted, [n] bool: the branch in which each token is the target's choice after its
-    parent.
+    """Return which tree tokens are accepted, [n] bool: the branch whose tokens are the target's own choices.
 
     ids [n] (from `mask_repeated_siblings`) and parents [n] are the tree; `sees` [n + 1, n + 1] that of its `TokenTree`; best
     [n + 1]: the target's choice after the last committed token and after each tree token. Static shapes, no device read.

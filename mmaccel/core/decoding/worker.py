@@ -50,8 +50,7 @@ class Message(NamedTuple):
 
 
 class MessageSocket:
-    """One end of the socket between two processes. Raises `DraftError` if the other end is gone or sends a malformed
-    message.
+    """One end of the socket between two processes. Raises `DraftError` if the other is gone or sends a malformed message.
 
     silence_s  longest time that sending may block on the other end; None: no limit
     begun      when the first bytes of a message came that is still incomplete, by `time.monotonic`; None: there is none

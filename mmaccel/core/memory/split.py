@@ -157,8 +157,7 @@ class MultiDeviceStreamState(StreamState):
 
     @property
     def last_listed(self) -> dict[int, Any] | None:  # type: ignore[override]
-        """Layer number -> counts of the query-key pairs in the blocks that its pattern chose, in an ingestion's last
-        passes."""
+        """Layer number -> counts of query-key pairs in the blocks that its pattern chose in an ingestion's last passes."""
         return self._states[0].last_listed
 
     def view(self, layer: int, query: Tensor) -> KVView:

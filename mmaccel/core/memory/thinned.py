@@ -15,8 +15,7 @@ from mmaccel.core.prefill.prune import TokenPruner, complement_indices, kept_lay
 
 
 class PrunedKVState(KVState):
-    """The KV cache of one sequence whose prompt is pruned between layers: one memory for each run of layers between two
-    stages.
+    """The KV cache of one sequence whose prompt is pruned between layers: one memory per run of layers between two stages.
 
     `length` and `truncate` count columns of the whole sequence. The memory of the k-th run, part k, holds the prompt columns
     `kept[k]` (None: all) and all later columns.

@@ -197,8 +197,7 @@ class ContextParallelKVState(KVState):
         self.coming: Sizes = ()
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Add this process's new columns. A pass of few rows is run whole by every process; only the last process adds its
-        columns."""
+        """Add this process's new columns. Of a pass of few rows, which each process runs whole, only the last one adds."""
         count = self.coming[self.context.rank]
         self.memory.append(layer, key[:, :, :count], value[:, :, :count])
         if layer == 0:

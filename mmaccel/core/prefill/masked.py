@@ -42,8 +42,7 @@ class BidirectionalImages:
         return NewImageSpans(spans, start, layout) if spans else None
 
     def next_chunk_cut(self, end: int) -> int:
-        """Return the first column, from `end` on, before which a prompt can be cut into chunks without splitting an
-        image."""
+        """Return the first column, from `end` on, before which a cut of a prompt into chunks splits no image."""
         while (
             later := max((past for _, begin, past in self.spans if begin < end < past), default=end)
         ) > end:
@@ -59,8 +58,7 @@ class BidirectionalImages:
 
 @dataclass(frozen=True, eq=False)
 class NewImageSpans:
-    """The images with bidirectional attention among the new columns of a pass, which are those of `layout` from `start`
-    on."""
+    """The images with bidirectional attention among a pass's new columns, which are those of `layout` from `start` on."""
 
     spans: tuple[Span, ...]
     start: int

@@ -116,8 +116,7 @@ class TensorPacker:
         self._made: list[Tensor] = []
 
     def reserve(self, shape: tuple[int, ...], value: int, dtype: torch.dtype, first: int = 0) -> PackedSlice:
-        """Reserve room for a tensor of `shape` [b, h, n], or of block lists [b, h, n, 5], and return its `PackedSlice`. It
-        holds `value` where nothing is written; its first head is head `first`."""
+        """Reserve a tensor of `shape` [b, h, n], or of block lists [b, h, n, 5]; it is `value` where nothing is written."""
         kind, size = block_lists.KINDS.index(dtype), prod(shape)
         to = PackedSlice(kind, self._ends[kind], shape, first)
         self._ends[kind] += size + -size % ALIGNED

@@ -169,8 +169,7 @@ class AttentionPlan:
 
     @property
     def own_keys(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values that spans have of their own (pooled ones, say), each tensor once. In `to_mask` their columns come
-        after the `n_key` ordinary ones."""
+        """Keys and values that spans have of their own (pooled, say), each tensor once; in `to_mask` they follow `n_key`."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for span in (span for part in self.parts for span in part.spans):
             if span.key is not None and span.value is not None:

@@ -20,8 +20,7 @@ from mmaccel.core.streams.parts import MemoryWrapper
 
 
 class AttentionRecording(MemoryWrapper):
-    """Wraps the memory of each question to a target of `depth` layers in an `AttentionRecordingMemory`, for a draft's
-    `pruner`.
+    """Wraps a target's memory (`depth` layers) for each question in an `AttentionRecordingMemory`, for a draft's `pruner`.
 
     For a pruner that reads hidden states, the input of its layers is kept on the host for each token of units (frames), in
     order: ``states[layer]``, pieces [n, E].

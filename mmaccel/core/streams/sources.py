@@ -206,8 +206,7 @@ def clips_with_reconnect(
     times: Callable[[Part], Sequence[float]],
     shifted: Callable[[Part, float], Part],
 ) -> Generator[Part, None, None]:
-    """Yield the clips of a live source; whenever it stalls, fails or ends, call `opens` to open it again, until `check`
-    raises.
+    """Yield the clips of a live source; if it stalls, fails or ends, call `opens` to open it again, until `check` raises.
 
     After a break, times continue from the last frame plus the seconds that the break lasted. `note` gets a `StreamEvent`
     when a break begins; `begin` is when the stream's last frame was shown; ``times(clip)`` returns the seconds of a clip's

@@ -160,8 +160,7 @@ def lines_for_question(
 ) -> list[TimedText]:
     """Return the lines that a question of a stream may read, best first: those shown between the two times of `between`, or,
     if it is None, those shown together with a unit (frame) that the question sees. `share`: unit number -> the share of
-    layers that see it; lines of the largest share come first, of equal ones the latest. Lines that begin after the last
-    frame are left out."""
+    layers that see it; lines of the largest share come first, of equal ones the latest. None begins after the last frame."""
     lines = info.timed_texts[
         : bisect.bisect_left(info.timed_texts, stream_end_seconds(info), key=lambda one: one.begin)
     ]
@@ -186,8 +185,7 @@ def trim_lines_to_tokens(
     lines: Sequence[TimedText], room: int, ids: Callable[[str], Tensor]
 ) -> tuple[tuple[TimedText, ...], str, Tensor]:
     """Take the first of `lines`, given best first, that together fit into `room` tokens. Return them in order of time, their
-    text, and its ids [n], made by ``ids(text)``. A line that does not fit alone is skipped; at most ``room * CHARACTERS``
-    characters are read."""
+    text, and its ids [n] by ``ids(text)``. A line too long alone is skipped; ``room * CHARACTERS`` characters are read."""
     some, whole, longest = list[TimedText](), room - len(ids(LEAD)), room * CHARACTERS
     left, unread = whole, longest
     for one in lines:

@@ -73,8 +73,8 @@ class StreamModel(ABC):
 
     @abstractmethod
     def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the visual features [n, P, E] of frames [T, 3, H, W], which are first resized to `size` if they differ
-        from it, and features [m, E] of the m tokens that the model puts at the end of every video."""
+        """Return the visual features [n, P, E] of frames [T, 3, H, W], first resized to `size` unless `accepts_frames`
+        is true of them, and features [m, E] of the m tokens that the model puts at the end of every video."""
 
     def resize_frames(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
         """Return `frames` [T, 3, H, W] resized to `size` (height, width)."""

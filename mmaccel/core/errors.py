@@ -245,7 +245,7 @@ def warn(message: str | MmaccelWarning, category: type[MmaccelWarning] = Mmaccel
 
 
 def check_family_class(name: str, cls: Any, base: type, known: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` if family `cls` is not a `base`, or has no model type, or one that a family in `known` serves."""
+    """Raise `RecipeError` if family `cls` is no subclass of `base`, names no model type, or one that `known` has already."""
     if not issubclass(cls, base):
         raise RecipeError(f"model {name!r}: {cls.__name__} is not a Family; derive it from that.")
     if "model_types" not in dir(cls):

@@ -127,7 +127,7 @@ def fit_cost_plane(
     seconds  (layers, units) -> measured seconds, at two numbers of layers times two numbers of units
     grows    whether the seconds grow with the number of units; if not, the fit is a line in layers alone
     least    number of units at which the fit must not be below zero
-    pairs    fit a parabola in units, as if query-key pairs made the cost, where a line is below zero at `least` units
+    pairs    where a line in units is below zero at `least`, fit a parabola, as if the cost came from query-key pairs
     """
     (few, many), (short, long) = (sorted({at[side] for at in seconds}) for side in (0, 1))
     if not grows:

@@ -233,7 +233,7 @@ class Worker:
     def send_in_background(self, kind: int, *numbers: int, blob: Callable[[], Sequence[Blob]]) -> None:
         """Send a large message in the background; `blob` makes its bytes. Messages sent later arrive later.
 
-        Tensors behind these bytes must not change until `wait_until_sent` has returned. The next call raises an error in it.
+        Tensors behind these bytes must not change until `wait_until_sent` returns. The next call raises an error in sending.
         """
         self._heard = time.monotonic()
         self._got_through()

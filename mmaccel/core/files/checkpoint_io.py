@@ -99,7 +99,7 @@ def read_json(path: Path, wanted: Mapping[str, type]) -> dict[str, Any]:
 
 
 def check_ints(value: Any, what: str, end: int, failure: type[MmaccelError] = ModelError) -> list[int]:
-    """Return `value`, a list of whole numbers from 0 to below `end`; if it is none, raise `failure`, naming it `what`."""
+    """Return `value`, a list of whole numbers from 0 to below `end`; for any other raise `failure`, naming it `what`."""
     if not isinstance(value, list) or any(type(one) is not int or not 0 <= one < end for one in value):
         raise failure(f"{what} is {quoted(value)} where numbers below {end} are wanted; the file is damaged.")
     return value

@@ -113,8 +113,8 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     ) -> list[Share]:
         """Plan only the heads of `runs` (see `plan`) of a layer's query [B, H, n_query, D] and key [B, G, n_key, D].
 
-        Returns for each plan its heads. Override it in a pattern that plans several runs at once, or that reads few query
-        rows: the default copies all of them.
+        Returns pairs of heads and their plan. Override it in a pattern that plans several runs at once, or that reads few
+        query rows: the default may copy all rows.
         """
         return [
             (run.heads, self.plan(run.select_queries(query), key[:, run.groups], q_layout, k_layout))

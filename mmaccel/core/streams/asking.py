@@ -286,7 +286,7 @@ class QuestionRunner(Runner):
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
         """Run the question, or a later piece of its prompt; return the last row's logits [1, V]. `inputs` has "stream_pass",
-        its "embeds" [n, E], and "goes_on" if more follows. Raises `CallEnded` at the deadline, up to the last layer."""
+        its "embeds" [n, E], and "goes_on" if more follows. Raises `CallEnded` if the deadline comes first."""
         stream_pass, embeds = inputs["stream_pass"], inputs["embeds"]
         how = {"check": self.check, "meter": self.meter, "running": self.running}
         hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)

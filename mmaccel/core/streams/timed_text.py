@@ -185,7 +185,7 @@ def trim_lines_to_tokens(
     lines: Sequence[TimedText], room: int, ids: Callable[[str], Tensor]
 ) -> tuple[tuple[TimedText, ...], str, Tensor]:
     """Take the first of `lines`, given best first, that together fit into `room` tokens. Return them in order of time, their
-    text, and its ids [n] by ``ids(text)``. A line too long alone is skipped; ``room * CHARACTERS`` characters are read."""
+    text, and ids [n] by ``ids(text)``. A line too long alone is skipped; no more than ``room * CHARACTERS`` are read."""
     some, whole, longest = list[TimedText](), room - len(ids(LEAD)), room * CHARACTERS
     left, unread = whole, longest
     for one in lines:

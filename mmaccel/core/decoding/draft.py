@@ -274,7 +274,7 @@ def accept(
     warp: Warp | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, int]:
-    """Verify a chain: return the tokens to commit, [kept + 1] long on the device of `logits`, and `kept`, the accepted ones.
+    """Verify a chain: return the tokens to commit, [kept + 1] long on `logits`' device, and `kept`, the number accepted.
 
     logits [n + 1, V]: row i follows the first i proposed tokens; or [n, V], and then no bonus token follows if all are kept.
     ids [S]: the committed tokens before the proposal. `warp` None decodes greedily. The result does not depend on the

@@ -56,7 +56,7 @@ class SparsePattern(Policy, ABC, kind="sparse"):
     kept. `block` is the block size in tokens, for queries and keys alike.
 
     adaptive  the plan depends on queries and keys, not only on the layout
-    rounded   the plan lists whole blocks beyond the paper's element mask (element <= plan <= its block closure)
+    rounded   the plan may compute pairs outside the paper's mask, but only in blocks that this mask touches
     dense     it plans nothing: prefill stays dense
     reads_values  the plan depends on values too, as pooled keys need pooled values: `plan` is given `value`
     compiles  inductor may compile `plan` as one graph; a plan that reads the device cannot be compiled

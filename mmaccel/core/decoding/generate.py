@@ -124,7 +124,7 @@ class GuardedDraft:
 class Speculation:
     """Decodes one sequence: `ids` [1, S + m] are the prompt's and the committed ones, `ended` whether it is complete.
 
-    `draft` (None: plain decoding) knows its prompt (`begin`); `target` has run it, with last logits `first` [1, V]. `stop` is
+    `draft` (None: plain decoding) knows its prompt (`begin`); `target` has run it, giving logits `first` [1, V]. `stop` is
     called once for each new token, in order, with all ids up to it [1, S']; the first True ends the sequence at that token,
     even if later ones were accepted. `emit` gets new tokens [m'] as they are committed. To the list `rows`, if given, the
     logits [1, V] float32 of each are appended before `stop` is called. At the end the target has run all ids but the last.

@@ -51,10 +51,10 @@ def accelerated_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention function registered with transformers: computes a layer by the `ForwardPass` that the keyword `PASS` holds.
+    """Attention function registered with transformers: computes a layer by the `ForwardPass` in the keyword `PASS`.
 
-    Shapes as in `ForwardPass.attend`, but it returns [B, n, H, D]; and weights if `output_attentions` is set. Without
-    `PASS`, in another thread's call during a stream's pass, it uses the attention that the model's own config names.
+    Shapes are as in `ForwardPass.attend`, but the output is [B, n, H, D]; weights follow if `output_attentions` is set.
+    Without `PASS` (another thread's call during a stream's pass) the attention that the model's config names runs.
     """
     run: ForwardPass | PackedForwardPass | None = kwargs.pop(PASS, None)
     if run is None:
@@ -87,7 +87,7 @@ AttentionInterface.register(ATTENTION, accelerated_attention)
 def attend_layer(
     ticket: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
-    """Custom operator for torch.compile: compute attention [B, n, H, D] of one layer by the pass that has this ticket."""
+    """Custom operator for torch.compile: compute the attention [B, n, H, D] of one layer by the pass that holds `ticket`."""
     out = _passes[int(ticket)].attend(layer, query, key, value, scale)
     return out.transpose(1, 2).contiguous()
 
@@ -99,7 +99,7 @@ def _(ticket: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, sca
 
 @torch.library.custom_op("mmaccel::layer_append", mutates_args=("ticket",), tags=_HOST)
 def append_layer_kv(ticket: Tensor, layer: int, key: Tensor, value: Tensor) -> None:
-    """Custom operator for torch.compile: append keys and values [B, G, n, D] to the KV memory of the pass with this ticket.
+    """Custom operator for torch.compile: append keys and values [B, G, n, D] to the KV memory of the pass that holds `ticket`.
     It declares that it mutates `ticket`, so the compiler neither drops it nor moves `attend_layer` before it."""
     _passes[int(ticket)].state.append(layer, key, value)
 
@@ -234,8 +234,8 @@ def packed_sequence_ids(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: b
 
 
 def token_chunk_ranges(run: ForwardPass, chunk: int) -> Iterator[tuple[int, int]]:
-    """Split the new tokens of `run` into chunks (begin, end) of `chunk` tokens; a chunk is a little longer rather than split
-    an image."""
+    """Split the new tokens of `run` into chunks (begin, end) of `chunk` tokens. A chunk that would split an image whose
+    tokens attend to each other is extended to the image's end."""
     begin, count = 0, run.layout.length - run.start
     while begin < count:
         end = begin + chunk

@@ -1,4 +1,4 @@
-"""`CacheTable`: tells captured steps, by a tensor on the device, where the KV caches of several streams lie."""
+"""`CacheTable`: a table on the device by which captured CUDA graphs find the KV caches of several streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from mmaccel.core.memory.kv import CacheSlot
 
 
 def can_read_cache_table(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether attention on `device` can find KV caches by a table: on CUDA the Triton kernels alone do."""
+    """Return whether attention on `device` can find KV caches by a table. On CUDA only the Triton kernels can:
+    not in float64, and only if `head_dim` is a multiple of `SeparateKVCaches.aligned`."""
     even = head_dim % SeparateKVCaches.aligned == 0
     return device.type != "cuda" or (
         even and dtype != torch.float64 and not operator.why_triton_unusable(device)
@@ -26,13 +27,13 @@ def can_read_cache_table(device: torch.device, dtype: torch.dtype, head_dim: int
 
 
 def padded_count(count: int) -> int:
-    """Return the number of sequences, or of rows of each, for which a step is captured that serves `count` of them."""
+    """Round `count`, the sequences of a step or the rows of each, up to a power of two: only such sizes are captured."""
     return 1 << (count - 1).bit_length()
 
 
 class CacheTable:
-    """Keeps tables of the addresses of KV caches, in buffers of `CudaGraphCache`. A CUDA graph that finds its caches by a
-    table serves every stream: the host writes other addresses into it, and captures nothing again."""
+    """Keeps tables of the addresses of KV caches, in buffers of a `CudaGraphCache`. A CUDA graph that finds its caches by a
+    table serves any stream: the host writes other addresses into the table, and no graph is captured again."""
 
     def __init__(self) -> None:
         self._tables: dict[Hashable, tuple[Tensor, list[SeparateKVCaches]]] = {}
@@ -42,10 +43,12 @@ class CacheTable:
     def write_addresses(
         self, replays: CudaGraphCache, name: Hashable, layers: Sequence[Sequence[CacheSlot]], seats: int
     ) -> Iterator[list[SeparateKVCaches]]:
-        """Context that writes the addresses of KV caches into the table `name`, and gives for each layer the
-        `SeparateKVCaches` that find the caches by it. `layers`: for each layer the caches of B streams. A table has `seats`
-        rows a layer; rows without a stream have the address of a buffer that nobody reads. When the context ends, the table
-        keeps no cache alive."""
+        """Context: write the addresses of KV caches into the table `name`, and yield for each layer the `SeparateKVCaches`
+        that finds that layer's caches by the table. At its end the table drops its references to the caches.
+
+        layers  for each layer the caches of B streams
+        seats   rows of the table for each layer, at least B; the others get the address of a spare buffer, never read
+        """
         like, room = layers[0][0].key, replays.get_buffer
         groups, size = like.shape[1], like.shape[3]
         home = room("home", (1, groups, 1, size), like.dtype)

@@ -19,15 +19,15 @@ FRAMES = 2
 
 
 class CapturedVisionTower:
-    """Runs the vision tower on one or two frames as one CUDA graph, since launching so little work takes the host longer
-    than the device computes. For families whose tower needs nothing but pixels (`Family.needs_only_pixels`)."""
+    """Runs the vision tower on one or two frames as one CUDA graph, because for so few frames the host takes longer to
+    launch kernels than the device to run them. For families whose tower needs pixels only (`Family.needs_only_pixels`)."""
 
     def __init__(self, model: nn.Module, family: Any) -> None:
         self._model, self._family, self._replays = model, family, CudaGraphCache(home_device(model))
         self._watched: ModuleFingerprint | None = None
 
     def features(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        """Return what `Family.encode_frames` returns for `inputs`; None where the graph cannot be used: more frames, hooks,
+        """Return what `Family.encode_frames` returns for `inputs`; None if the graph cannot be used: more frames, hooks,
         autocast, a tower on another device, or modules whose `forward` was replaced."""
         ((name, pixels), *more), family = inputs.items(), self._family
         if more or not family.needs_only_pixels or math.prod(pixels.shape[:-3]) > FRAMES:

@@ -51,7 +51,7 @@ def split_into_prompts(content: Any, images: Any, videos: Any) -> list[Conversat
     """Turn the arguments of `Processor.chat` into prompts (messages, images, videos): one, or one for each entry of a list.
 
     `images` and `videos` are placed before the user's text. For several prompts each is a list with an entry (one, a list or
-    None) for each prompt. Raises `ModelError`.
+    None) for each prompt. Raises `ModelError` for malformed content.
     """
     if not (_listed(content) and content and all(isinstance(one, str) or _listed(one) for one in content)):
         return [_conversation(content, images, videos)]
@@ -243,8 +243,8 @@ def tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int
 
 
 def append_turn(tokenizer: Any, ids: Tensor, text: ChatText) -> Tensor:
-    """Append the next user turn to `ids` [1, n], which end with the model's answer; return token ids [1, m]. `text`: the
-    conversation by the chat template, with `ANSWER` in the answer's place; what follows `ANSWER` is appended. Raises
+    """Append the next user turn to `ids` [1, n], which end with the model's answer; return all token ids [1, m]. `text`:
+    the conversation by the chat template, with `ANSWER` in the answer's place; what follows `ANSWER` is appended. Raises
     `ModelError` for several rows, and for a template that leaves answers out."""
     if ids.ndim != 2 or len(ids) != 1:
         raise ModelError(f"ids: they are {list(ids.shape)}; give those of one conversation, [1, n].")

@@ -21,7 +21,7 @@ ENTERING = ("inputs_embeds", WHERE, FEATURES, EACH)
 
 
 def slice_features(given: Mapping[str, Any], columns: slice | Tensor) -> dict[str, Any]:
-    """Return the DeepStack features of some tokens of the prompt: `columns` is a slice or indices [n]."""
+    """Return the DeepStack forward arguments in `given` for the tokens at `columns` (a slice or indices [n]) alone."""
     where = given[WHERE]
     inside = torch.zeros_like(where)
     inside[:, columns] = True
@@ -29,7 +29,8 @@ def slice_features(given: Mapping[str, Any], columns: slice | Tensor) -> dict[st
 
 
 def split_deepstack_rows(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
-    """Split rows [n, E * (1 + levels)] into embeddings [n, E] and forward arguments that add one level to each layer."""
+    """Split `embeds` [n, E * (1 + levels)], where E is `wide`, into embeddings [n, E] and DeepStack forward arguments, by
+    which each of the first layers adds one level."""
     rows, *levels = embeds.split(wide, 1)
     return rows, {WHERE: torch.ones(1, len(rows), dtype=torch.bool, device=rows.device), FEATURES: levels}
 
@@ -72,7 +73,7 @@ def join_tower_deepstack(out: Any) -> Any:
 
 
 def split_tower_deepstack(rows: Sequence[Tensor], like: Any) -> dict[str, Any]:
-    """Split features made by `join_tower_deepstack` into the output fields of a vision tower that returned `like`."""
+    """Split features joined by `join_tower_deepstack` into output fields of a vision tower; `like` is one of its outputs."""
     levels: Any = like.get("deepstack_features")
     if not levels:
         return {"pooler_output": rows}

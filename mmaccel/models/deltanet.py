@@ -1,4 +1,4 @@
-"""Makes the Gated DeltaNet modules of a prompt cheaper: convolution with SiLU, and gated norm, are one kernel each."""
+"""Speeds up Gated DeltaNet modules on prompts: convolution with SiLU is one kernel, and the gated norm is one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def hook_deltanet(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Make Gated DeltaNet `modules` record their input, by which they are rolled back, and compute their convolution with
-    its SiLU, and their gated norm, by one kernel each."""
+    """Make Gated DeltaNet `modules` record their input, from which a rollback recomputes their state, and compute their
+    convolution with its SiLU by one kernel and their gated norm by one."""
     some: list[Any] = list(modules)
     add_input_hooks(hooks, some)
     rebind_function(hooks, some, "causal_conv1d_fn", _convolved)

@@ -24,7 +24,8 @@ def question_messages(question: Any) -> tuple[Messages, Messages, list[Any]]:
     empty, to find by comparison which tokens are that text; and the images in order.
 
     The stream is the video at the start of the first user turn. A system message is placed after it, since the stream has
-    already read the template's beginning. Raises `ModelError`.
+    already read the template's beginning. Raises `ModelError` for a video, for several questions, and for turns that do not
+    alternate between user and assistant.
     """
     (messages, images, videos), *others = split_into_prompts(question, None, None)
     if videos or others:
@@ -53,7 +54,7 @@ def question_messages(question: Any) -> tuple[Messages, Messages, list[Any]]:
 
 
 def expand_image_placeholders(adapter: Any, question: Question, images: Sequence[Any]) -> Question:
-    """Expand `question`, whose ids have one placeholder for each of `images`, to all image tokens with their embeddings."""
+    """Return `question`, which has one placeholder for each of `images`, with all image tokens and their embeddings."""
     processor, family, model = adapter.processor, adapter.family, adapter.model
     tokenizer, where = processor.tokenizer, {"device": adapter.device, "dtype": adapter.dtype}
     # A special token stays one between two images, whatever a tokenizer makes of words.

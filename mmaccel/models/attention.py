@@ -54,7 +54,7 @@ def accelerated_attention(
     """Attention function registered with transformers: computes a layer by the `ForwardPass` in the keyword `PASS`.
 
     Shapes are as in `ForwardPass.attend`, but the output is [B, n, H, D]; weights follow if `output_attentions` is set.
-    Without `PASS` (another thread's call during a stream's pass) the attention that the model's config names runs.
+    Without `PASS` (another thread's call during a stream's pass) the attention named by the model's config runs.
     """
     run: ForwardPass | PackedForwardPass | None = kwargs.pop(PASS, None)
     if run is None:
@@ -99,7 +99,7 @@ def _(ticket: Tensor, layer: int, query: Tensor, key: Tensor, value: Tensor, sca
 
 @torch.library.custom_op("mmaccel::layer_append", mutates_args=("ticket",), tags=_HOST)
 def append_layer_kv(ticket: Tensor, layer: int, key: Tensor, value: Tensor) -> None:
-    """Custom operator for torch.compile: append keys and values [B, G, n, D] to the KV memory of the pass that holds `ticket`.
+    """Custom operator for torch.compile: append keys and values [B, G, n, D] to the memory of the pass that holds `ticket`.
     It declares that it mutates `ticket`, so the compiler neither drops it nor moves `attend_layer` before it."""
     _passes[int(ticket)].state.append(layer, key, value)
 

@@ -1,4 +1,4 @@
-"""Text-only causal language models, used as drafts: where they differ from a vision-language `Family`."""
+"""Text-only causal language models, used as drafts: how their `Family` differs from that of a vision-language model."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from mmaccel.models.signals import DraftPruningProbe
 
 
 def generate(attachment: ModelAttachment, kwargs: dict[str, Any], lasts: bool = False) -> Any:
-    """Run the model's own `generate` up to its decoding loop, and our loop in its place; no beam search. `lasts`: the caller
+    """Run the model's own `generate` up to its decoding loop, then our loop instead; no beam search. `lasts`: the caller
     keeps the cache, so another turn may follow.
 
     Sequences of a batch (or several of one prompt) are prepared one by one without padding and decoded by

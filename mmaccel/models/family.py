@@ -50,7 +50,7 @@ class Family(ModelFamily):
     extra_inputs            processor outputs beside ids, mask and pixels, such as `video_grid_thw`
     required_extras         pixel input -> the extra input that must come with it
     processors              model type -> its `ProcessorSpec`
-    vision_tower_reader     `signals.VisionScorer` by which pruners score visual tokens, or one by model type; None: none
+    vision_tower_reader     `signals.VisionScorer` by which pruners score visual tokens, or model type -> scorer; None: none
     decoder_layers          decoder layers that `layer_step.py` can compute: norms, biases and projections as in Qwen2
     centred_norms           norms of these layers that scale by ``1 + weight``
     rms_norms               RMSNorm classes: ``weight * x / sqrt(mean(x ** 2) + variance_epsilon)``
@@ -65,7 +65,7 @@ class Family(ModelFamily):
     mixes_modalities        whether one prompt may hold both images and videos
     has_frame_text          whether prompts have text, such as a timestamp, beside each frame, by `text_around_frame`
     needs_only_pixels       whether the vision tower needs pixels and no host work, so that CUDA graphs can capture it
-    split_images            where frames come as images: the function that splits them (`generic.py`); None elsewhere
+    split_images            method that splits image inputs by columns, if frames come as images (`generic.py`); else None
     """
 
     mrope: ClassVar[bool] = False
@@ -203,7 +203,7 @@ class Family(ModelFamily):
         return {}
 
     def attention_layer_indices(self, model: nn.Module) -> dict[str, dict[int, int]]:
-        """Return config fields for our attention: {`LAYERS`: layer -> index among attention layers}, or {} if all attend."""
+        """Return {`LAYERS`: layer -> index among attention layers}, a config field for our attention; {} if all attend."""
         modules: list[Any] = self.attentions(model) if self.recurrent_layers(model) else []
         return {LAYERS: {one.layer_idx: n for n, one in enumerate(modules)}} if modules else {}
 
@@ -227,14 +227,14 @@ class Family(ModelFamily):
         raise self._lacks("token_grids")
 
     def pixel_rows_per_item(self, inputs: Inputs, kind: int) -> dict[str, list[int]]:
-        """For each pixel input of images (IMAGE) or videos (VIDEO), return the number of first-axis rows of each item."""
+        """Return pixel input name -> number of its first-axis rows for each image (`kind` IMAGE) or video (VIDEO)."""
         raise self._lacks("pixel_rows_per_item", ", or give prompts one by one")
 
     def _lacks(self, method: str, instead: str = "") -> ModelError:
         return ModelError(f"family {self.name!r} does not define {method}; override it{instead}.")
 
     def given_modalities(self, inputs: Inputs) -> set[int]:
-        """Return which of IMAGE and VIDEO a prompt has pixels for; placeholders of the other kind count as text."""
+        """Return which of IMAGE and VIDEO a prompt has pixels for; placeholders of a kind without pixels count as text."""
         encoded = inputs.get("mm_encoder_outputs") or {}
         return {
             kind
@@ -258,7 +258,7 @@ class Family(ModelFamily):
         raise self._lacks("tiny_visual_input")
 
     def complete_tiny_inputs(self, config: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add what a small test prompt `made`, joined from pieces, still lacks as model inputs; by default nothing."""
+        """Add to the inputs `made` of a small test prompt what else the model needs; by default nothing."""
         return made
 
     def layout(self, model: nn.Module, inputs: Inputs) -> TokenLayout:
@@ -300,7 +300,7 @@ class Family(ModelFamily):
         return torch.arange(units, device=frame.device) * int((frame == 0).sum())
 
     def stream_time_scale(self, model: nn.Module, inputs: Inputs) -> TimeScale | None:
-        """If video positions encode time, return positions per second and seconds per time step of `inputs`; else None."""
+        """If video positions encode time, return positions per second and seconds per unit of `inputs`; else None."""
         return None
 
     def frame_size(self, model: nn.Module, inputs: Inputs) -> tuple[int, int]:
@@ -336,7 +336,7 @@ class Family(ModelFamily):
         return rows.to(home_device(model), self.token_embedding(model).weight.dtype)
 
     def split_pixels_by_frame(self, model: nn.Module, inputs: Inputs) -> ByFrame:
-        """Return the pixels [T, ...] of the video of `inputs`, one row a frame; and a function from such rows to inputs."""
+        """Return the video pixels of `inputs` as [T, ...], one row a frame, and a function from such rows to inputs."""
         raise self._lacks("split_pixels_by_frame")
 
     def count_patches(self, model: nn.Module, pixels: Tensor) -> int:
@@ -347,9 +347,10 @@ class Family(ModelFamily):
         self, model: nn.Module, kind: int, pixels: Tensor, given: Inputs, most: int, features: Features
     ) -> Any:
         """Encode `pixels`, images (IMAGE) or videos (VIDEO), in parts; return features in the model's output format.
+
         given     the other arguments of the model's call
-        features  runs the vision tower on parts (pixels, arguments of `given` that differ for the part) and yields the
-                  features of each in order; a part has at most `most` patches, unless a single item has more
+        most      patches in a part at most; a part of one image or time step may have more
+        features  runs the vision tower on parts (pixels, arguments that replace those of `given`); yields their features
         """
         raise self._lacks("encode_pixels")
 

@@ -1,7 +1,7 @@
 """`generate` of an accelerated model: unsupported arguments, the time limit, the choice of a decoding loop, the metrics.
 
-All other arguments act as in transformers; `tests/models/test_arguments.py` checks both for every argument of the installed
-version.
+Arguments that are not refused act as in transformers; `tests/models/test_arguments.py` checks every argument of the
+installed version.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _check_generate(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> N
 
 
 def generate(attachment: ModelAttachment, *args: Any, **kwargs: Any) -> Any:
-    """`generate` of an accelerated model, also with a `max_time` that covers the prefill.
+    """`generate` of an accelerated model; its `max_time` covers the prefill too.
 
     transformers checks the time after each token. A chunked prefill may also stop between chunks: then the result has no new
     token, a warning says so, and the caller's cache is unchanged.

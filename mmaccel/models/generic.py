@@ -196,7 +196,7 @@ class GenericFamily(Family):
     def split_images(
         self, inputs: Inputs, layout: TokenLayout, columns: slice
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Split image inputs into those with tokens at `columns` and the rest; None if there are videos, or no images."""
+        """Split image inputs into those of images with tokens at `columns`, and the rest; None for videos or no images."""
         if PIXELS[VIDEO] in inputs or not is_nonempty(inputs.get(PIXELS[IMAGE])):
             return None
         visual = layout.modality[0] != TEXT
@@ -307,7 +307,7 @@ class UnlistedFamily(GenericFamily):
             )
 
     def check_layers(self, model: nn.Module) -> None:
-        """Raise `ModelError` for a model, or a configuration alone, whose layers no recipe may be attached to."""
+        """Raise `ModelError` if a model, or a configuration alone, has layers other than plain causal full attention."""
         if why := self._odd(model):
             raise ModelError(f"model type {model.config.model_type!r} is not supported: {why}.")  # type: ignore[union-attr]
 

@@ -71,8 +71,8 @@ class Glm4V(Qwen25VL):
         return [194, *tokens, 195]
 
     def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
-        """Return the pieces (texts, token ids) that a prompt has before and after the unit that begins with frame number
-        `frame` and whose frames are shown at `seconds`."""
+        """Return what a prompt has before, and what after, a unit: two lists of pieces, each a text or a token id. The unit
+        begins with frame number `frame`, and its frames are shown at `seconds`."""
         # GLM-4.6V has seconds as `format_time` writes them from 100 s on, the others whole ones, with fewer figures.
         whole = config.model_type != "glm46v"
         time = f"{int(seconds[0]) % 10**WIDE:0{WIDE}d}" if whole else f"{format_time(seconds[0])} seconds"

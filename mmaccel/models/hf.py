@@ -143,7 +143,7 @@ class ModelAttachment(AttachmentBase):
         return (asked if asked is not None else getattr(self.text.config, "use_cache", None)) is not False
 
     def cached_columns(self, cache: Cache | None) -> Columns | None:
-        """Return layout and positions of the tokens in `cache`; None for no cache or unknown tokens."""
+        """Return layout and positions of the tokens in `cache`; None without a cache, or if its tokens are unknown."""
         if isinstance(cache, KVCache):
             return cache.sequence
         return self.sequences.get(cache) if cache is not None else None

@@ -5,9 +5,9 @@ Changed are methods of one instance, the config that modules hold, and forward h
 until they are done. Calls that began before a recipe was attached hold no lock: they are found on the stacks of their
 threads, so a plain model needs no hook.
 
-A running call may itself wait for a new call of a helper thread, so that blocking new calls for good could deadlock. While a
-change waits for older calls, a new call waits at most `FIRST_S` seconds and then runs. Each time the older calls have ended
-and others run by then, the change waits for those, and a new call waits at most `LONGER` times as long as before.
+A running call may itself wait for a new call of a helper thread, so blocking new calls for good could deadlock. Therefore,
+while a change waits for older calls, a new call waits at most `FIRST_S` seconds and then runs. If the older calls have ended
+but such newer ones run, the change waits for these too, and new calls then wait up to `LONGER` times as long.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Hooks(ExitStack):
         return wrapper
 
     def set_attention(self, modules: Iterable[nn.Module], shared: Any, name: str, **facts: Any) -> None:
-        """Make `modules` use the attention implementation `name`: those whose config is `shared` get one copy of it, which
-        has that name and the further fields `facts`."""
+        """Make `modules` use the attention implementation `name`: all whose config is the object `shared` get the same copy
+        of it, with that implementation and the additional fields `facts`."""
         own = copy.copy(shared)
         own._attn_implementation = name
         for fact, value in facts.items():
@@ -112,7 +112,7 @@ def _unregister(hook: Callable[..., Any], hooks: dict[int, Any], with_kwargs: di
 
 @contextmanager
 def shared_hooks(module: nn.Module, name: str, install: Callable[[Hooks], None]) -> Iterator[None]:
-    """Context in which `module` has the hooks `name`: the first thread to enter calls `install`, the last removes them."""
+    """Context in which `module` has the hooks `name`; the first thread to enter installs, the last to leave removes."""
     with hooks_lock:
         known = _shared.setdefault(module, {})
         if name not in known:
@@ -209,7 +209,7 @@ class ModelReadWriteLock:
 
     @contextmanager
     def exclusive_access(self, what: str) -> Iterator[None]:
-        """Hold the lock as a writer, to do `what`: running calls end, new ones wait. `ModelError` inside a call."""
+        """Context that holds the lock as a writer: running calls end, new ones wait. `ModelError` naming `what` in a call."""
         me = threading.get_ident()
         with self._state:
             if me in self._inside or self._alone == me:
@@ -228,7 +228,7 @@ class ModelReadWriteLock:
                 self._state.notify_all()
 
     def wait_for_running_calls(self, what: str, modules: Collection[nn.Module]) -> None:
-        """Inside `exclusive_access(what)`: wait until running calls of `modules` that hold no lock have ended. These began
+        """Inside `exclusive_access(what)`: wait until running calls of `modules` that hold no lock have ended: they began
         before any hook was installed. Raises `ModelError` if one of them is in this thread."""
         if _call_of(sys._getframe(), modules):
             raise _within(what)
@@ -324,9 +324,9 @@ def model_lock(text: nn.Module) -> ModelReadWriteLock:
 
 
 class AttachmentBase:
-    """A recipe installed on a model, from `attach` to `remove`. The model's wrapped methods are partials of its methods.
+    """A recipe installed on a model, from `attach` to `remove`; wrapped methods of the model are partials of this object's.
 
-    over  whether `remove` has run; a wrapped method that a user's own wrapper still calls then runs the model's plain method
+    is_detached  whether `remove` has run; a wrapped method that a user's wrapper still calls then runs the plain method
     """
 
     def __init__(self, model: nn.Module, gate: ModelReadWriteLock) -> None:
@@ -335,7 +335,7 @@ class AttachmentBase:
         self.hooks = Hooks()
 
     def attach(self, change: Callable[[], None]) -> None:
-        """Call `change`, which changes the model through `hooks`; if it raises, undo all its changes."""
+        """Call `change`, which changes the model through `hooks`; undo all its changes if it raises."""
         with self.gate.exclusive_access("accelerate"):
             if (other := self.gate.attached_recipe) is not None:
                 raise ModelError(

@@ -45,8 +45,8 @@ class Qwen3VL(Qwen25VL):
         return list(chain.from_iterable(frames))
 
     def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
-        """Return the pieces (texts, token ids) that a prompt has before and after the unit that begins with frame number
-        `frame` and whose frames are shown at `seconds`."""
+        """Return what a prompt has before, and what after, a unit: two lists of pieces, each a text or a token id. The unit
+        begins with frame number `frame`, and its frames are shown at `seconds`."""
         time = format_time((seconds[0] + seconds[-1]) / 2)
         return [f"<{time} seconds>", config.vision_start_token_id], [config.vision_end_token_id]
 

@@ -209,7 +209,7 @@ class ModelReadWriteLock:
 
     @contextmanager
     def exclusive_access(self, what: str) -> Iterator[None]:
-        """Context that holds the lock as a writer: running calls end, new ones wait. `ModelError` naming `what` in a call."""
+        """Context that holds the lock as a writer: running calls end, new ones wait. In a call: `ModelError` on `what`."""
         me = threading.get_ident()
         with self._state:
             if me in self._inside or self._alone == me:

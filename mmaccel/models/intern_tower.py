@@ -12,8 +12,8 @@ from mmaccel.models.signals import VisionScorer
 
 
 class InternTowerReader(VisionScorer):
-    """Scores InternVL's visual tokens for token pruners, by the attention that the vision tower's class token pays to them.
-    A frame or tile is a batch entry of a class token and P patches; 2 x 2 patches become one visual token."""
+    """Scores InternVL's visual tokens for token pruners, by the attention that the vision tower's class token pays to their
+    patches. Each frame or tile is one batch entry: a class token and P patches; 2 x 2 patches become one visual token."""
 
     def __init__(self, multimodal: Any) -> None:
         self.multimodal, layer = multimodal, multimodal.config.vision_feature_layer

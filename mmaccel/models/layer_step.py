@@ -1,8 +1,8 @@
-"""One decoder layer on a few new rows by five fused operators.
+"""Computes one decoder layer for a few new rows (tokens) by five fused operators.
 
-A layer's own modules launch some thirty small kernels and cost a millisecond of host time, which dominates for few rows. The
-weights stay the model's own. `models/decode.py` captures all layers of a sequence as one CUDA graph, and `models/step.py`
-those of a question to a stream.
+A layer's own modules launch some thirty small kernels and cost a millisecond of host time, which dominates for few rows.
+The fused steps use the model's own weights. `models/decode.py` captures all layers of a sequence as one CUDA graph, and
+`models/step.py` those of a question to a stream.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class _Step:
 
 
 class FusedDeltaNetStep(_Step):
-    """Fused step of a Gated DeltaNet layer: `project_rows` twice, `deltanet_rows`, then output projection and MLP."""
+    """Fused step of a Gated DeltaNet layer on a few new rows: `project_rows` twice, `deltanet_rows`, then output projection
+    and MLP as in `LayerStep`."""
 
     def __init__(self, layer: Any, family: Any, follows: Any, number: int) -> None:
         """`number`: which of the layers with a state it is."""
@@ -150,7 +151,7 @@ class LayerStep(_Step):
         rope     cosines and sines [2, B, n, D] of the rows
         columns  [B, n] long, cache slots of `key` and `value` [B, G, capacity, D] that the rows are written to; where each
                  sequence has its own cache, `key` is the `SeparateKVCaches` of all and `value` is unused
-        sees, bias  tree mask and score bias, as in `decode_attend`, or in `decode_attend_each`
+        sees, bias  tree mask and score bias, as in `decode_attend` (one cache) or `decode_attend_each`
         qkv      what `project` returned for x, if a KV policy had to read it first; None: computed here
         """
         if qkv is None and (self.qk_norms or self.turn or self.gated):
@@ -184,8 +185,8 @@ class LayerStep(_Step):
         return self.apply_attention_gates(out.transpose(1, 2).reshape(columns.numel(), -1), qkv), query
 
     def project(self, x: HiddenRows) -> Tensor:
-        """Compute queries, keys and values before RoPE, side by side: [R, (H + 2 G) * D] of the rows, and H * D gate columns
-        for gated attention."""
+        """Compute queries, keys and values of the rows before RoPE, side by side: [R, (H + 2 G) * D]; for gated attention
+        with H * D more columns, the gates."""
         rows = norm_and_project(x, self.before, self.enters)
         if not self.qk_norms:
             return rows
@@ -200,7 +201,7 @@ class LayerStep(_Step):
         return torch.cat([*(some.flatten(1) for some in heads), values, *(one.flatten(1) for one in gate)], 1)
 
     def apply_attention_gates(self, attended: Tensor, qkv: Tensor | None) -> Tensor:
-        """Multiply attention output [R, H * D] by the sigmoid of the gates in `qkv`, if the layer has gated attention."""
+        """Return attention output [R, H * D] times the sigmoid of the gates in `qkv`; unchanged without gated attention."""
         return attended * qkv[:, -self.sizes[0] :].sigmoid() if self.gated and qkv is not None else attended
 
     def _turned(self, rows: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,8 +250,8 @@ def as_standard_rms_norm(norm: Any, family: Any) -> Any:
 def build_layer_steps(
     layers: Sequence[Any], family: Any, follows: Any = None, states: int = 0
 ) -> list[LayerStep | FusedDeltaNetStep]:
-    """Build the fused steps of consecutive `layers`. `follows`: the norm after the last one, or None; `states`: how many
-    recurrent layers the model has before the first one."""
+    """Build the fused steps of consecutive `layers`. `follows`: the norm after the last of them, or None; `states`: the
+    number of recurrent layers before the first of them."""
     norms, steps = (
         [*(layer.input_layernorm for layer in layers[1:]), follows],
         list[LayerStep | FusedDeltaNetStep](),
@@ -270,7 +271,8 @@ def gather_linear_weights(*linear: nn.Linear) -> Weights:
 
 
 def norm_and_project(x: HiddenRows, norm: Any, by: Weights, gated: bool = False) -> Tensor:
-    """Apply the RMSNorm `norm` and the linear weights `by` to the rows, in one operator (`project_rows`)."""
+    """Apply the RMSNorm `norm` and then the linear weights `by` to the rows, in one operator (`project_rows`). `gated`: `by`
+    has gate and up projections, and the result is their SwiGLU product."""
     rows, gain, squares = _normed_by(x, norm)
     return layer_ops.project_rows(rows, *by, gain, norm.variance_epsilon, None, gated, squares)
 

@@ -1,4 +1,4 @@
-"""A test processor for tiny models of any family: a token for each character, pixels of frames; no files, no network."""
+"""A test processor for tiny models of any family: one token per character, pixels made from frames; no files, no network."""
 
 from __future__ import annotations
 

@@ -48,8 +48,9 @@ def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Map
 
 
 def tiled_token_grid(grid: Sequence[int], side: int, image: Sequence[int], most: int) -> tuple[int, int]:
-    """Return token rows and columns of an image (height, width) cut into `grid` (down, across) tiles of `side` x `side`
-    tokens, after padding is removed, and shrunk if they exceed `most` tiles. Each row is followed by one newline token."""
+    """Return the (rows, columns) of tokens of `image` (height, width), cut into `grid` (down, across) tiles of `side` x
+    `side` tokens: without the rows or columns that padded it, and scaled down if far more tokens are left than `most` tiles
+    have. Each row is followed by one newline token, not counted here."""
     height, width = image
     rows, columns = side * grid[0], side * grid[1]
     if width / height > columns / rows:
@@ -85,11 +86,11 @@ def _tokens_per_tile(extra: Mapping[str, Any]) -> int:
 
 
 def pool_frames(plain: Callable[[Tensor], Tensor], features: Tensor) -> Tensor:
-    """Pool frames [N, side * side, E] to [N, pooled * pooled, E], as the model's `apply_pooling`, `plain`, does.
+    """Pool features of frames [N, side * side, E] to [N, pooled * pooled, E], as `plain`, the model's `apply_pooling`, does.
 
     On CUDA, except in float32, channels stay last. Interpolation then runs one thread for each element, not one for each
-    position of a frame, and gives the same bits (16 frames of 729 features of 3584 in bfloat16 on an H100: 0.14 ms for
-    22.8).
+    position of a frame, and gives the same bits (16 frames of 729 features of width 3584 in bfloat16 on an H100: 0.14 ms
+    instead of 22.8 ms).
     """
     if not _pools_by_element(features):
         return plain(features)
@@ -105,10 +106,10 @@ def _pools_by_element(features: Tensor) -> bool:
 
 
 class LlavaVisionScorer(VisionScorer):
-    """Scores LLaVA-OneVision's visual tokens for token pruners, by the attention that patches receive in the vision tower. A
-    frame is a batch entry of P patches, which are pooled 2 x 2; one token of score 0 ends each video.
+    """Scores LLaVA-OneVision's visual tokens for token pruners, by the attention that patches receive in the vision tower.
+    Each frame is one batch entry of P patches, which are pooled 2 x 2; one token of score 0 ends each video.
 
-    An image's base view and its tiles are a batch entry each; their scores are joined as the model joins their features.
+    The base view and each tile of an image are batch entries too; their scores are joined as the model joins their features.
     """
 
     def __init__(self, multimodal: Any) -> None:

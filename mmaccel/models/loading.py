@@ -58,7 +58,7 @@ def resolve_model_name(name: str | Path) -> str:
 
 
 def check_device(device: torch.device | str, field: str = "device") -> torch.device:
-    """Check that `device` is available on this machine and return it; raises `ModelError`, which names `field`."""
+    """Return `device` if this machine has it; else raise a `ModelError` that names the argument `field`."""
     try:
         place = torch.device(device)
     except RuntimeError:
@@ -135,7 +135,7 @@ def load_model(
 
 
 def check_model_type(config: Mapping[str, Any]) -> None:
-    """Raise `ModelError` unless a family serves the model type, and the layers, of a config.json."""
+    """Raise `ModelError` unless a family supports the model type and the layers that a config.json states."""
     from transformers import CONFIG_MAPPING as TYPES
 
     try:
@@ -177,18 +177,17 @@ def _read(
 
 
 def config_only_view(name: str | Path) -> ModelView:
-    """Return a `ModelView` of the model `name` from its configuration alone; no weights are read.
-
-    Raises `ModelError` if there is no such model or its family is not supported.
-    """
+    """Return a `ModelView` of the model `name` from its configuration alone; no weights are read. Raises `ModelError` if
+    there is no such model or its family is not supported."""
     source = resolve_model_name(name)
     family = family_of(_type(source))
     return ModelView(ConfigOnlyModel(_config(source)), family, adapter_for)
 
 
 def load_text_model(name: str | Path, like: nn.Module) -> nn.Module | None:
-    """Load a text-only causal language model (a draft) in the dtype and on the device of `like`, or only its config if
-    `like` has no weights; None if `name` is a vision-language model, or no language model. Raises as `load_model` does."""
+    """Load a text-only causal language model (a draft) in the dtype and on the device of `like`; None if `name` is a
+    vision-language model of a registered family. If `like` has no weights, or `name` is no causal language model, only its
+    config is loaded (`ConfigOnlyModel`). Raises as `load_model` does."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     source = resolve_model_name(name)
@@ -226,7 +225,7 @@ class MoveInputsHook(PrefillHook):
     """Forward pre-hook that moves a module's arguments to `device`; keyword arguments, which all layers share, only once.
 
     memo  (device, argument name) -> the argument as last given, and its moved copy; shared by all layers of a model
-    ends  whether this is the last module that a pass runs: it then clears `memo`
+    ends  whether this is the last module that a pass runs; the hook then clears `memo`
     """
 
     device: torch.device
@@ -323,8 +322,8 @@ def spread_layers_over_devices(model: nn.Module, devices: Sequence[torch.device 
 def install_input_move_hooks(
     model: nn.Module, chosen: Sequence[torch.device], first: torch.device
 ) -> Callable[[], None]:
-    """Install a `MoveInputsHook` on each decoder layer, for its device in `chosen`, and on the final norm, for `first`;
-    return a function that removes them."""
+    """Install a `MoveInputsHook` on each decoder layer, to its device in `chosen`, and on the final norm, to `first`;
+    return a function that removes the hooks."""
     family: Any = adapter_for(model)
     memo: dict[tuple[torch.device, str], tuple[Any, Any]] = {}
     if all(place == first for place in chosen):
@@ -345,7 +344,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def find_or_download_folder(name: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """Return a model's folder; a hub model's small files (all but weights) are downloaded first. Raises `ModelError`."""
+    """Return a model's folder; a hub model's small files (all but weights) are downloaded first. Raises `ModelError`
+    if there is no such model."""
     text = os.fspath(name)
     if Path(text).is_dir():
         return Path(text)
@@ -362,7 +362,7 @@ def find_or_download_folder(name: str | os.PathLike[str], revision: str | None =
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if there is no file. Raises `ModelError`."""
+    """Return the object in a JSON file; None without a file. Raises `ModelError` if it holds anything else."""
     if not path.is_file():
         return None
     content = outside.read_json(path, str(path), ModelError, fix="save it again")

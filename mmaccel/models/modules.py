@@ -57,7 +57,7 @@ _FUSED: WeakSet[nn.Module] = WeakSet()
 
 
 def pointwise_modules(model: nn.Module, family: Any) -> list[nn.Module]:
-    """Return the language model's modules that act on each token alone (norms, MLPs), so that tokens can pass in chunks."""
+    """Return the language model's norms and MLPs: they act on each token alone, so tokens can pass through in chunks."""
     layers: list[Any] = list(family.layers(model))
     owners = [
         one for layer in layers for one in (layer, getattr(layer, "self_attn", None)) if one is not None
@@ -203,8 +203,8 @@ def install_batched_tower(
     hooks: Hooks, family: Any, model: nn.Module, fuse: bool = True, context: Any = None
 ) -> None:
     """Make the model's vision tower encode at most `PATCHES` patches a call, batch attention windows of equal length and, if
-    `fuse`, use fused kernels. A tower already set up so is left unchanged. `context`: the `ContextGroup` whose processes
-    share the calls."""
+    `fuse`, use fused kernels. A tower already set up so is left unchanged. `context`: the `ContextGroup` over whose
+    processes the calls are spread; None: this process makes all."""
     multimodal = family.multimodal(model)
     # Here, not where it is written: what compiles is imported by that, when a model is there.
     joined = torch.compiler.disable(_joined, recursive=False)

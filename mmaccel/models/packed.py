@@ -51,7 +51,7 @@ class BatchedStreamPass:
     """Forward passes of several streams as one; used in place of a single `ForwardPass` and of its KV memory.
 
     passes  for each stream its `ForwardPass`, its number of rows, and whether its memory reads hidden states; in row order
-    check   called before each stream's attention, at each layer
+    check   called before each stream's attention at each layer; what it raises is kept as that stream's error
     errors  exceptions of streams that failed, by index; the others go on
     """
 
@@ -79,7 +79,7 @@ class BatchedStreamPass:
         self._each(lambda rows, run: run.state.receive_hidden(layer, hidden[:, rows]))  # type: ignore[union-attr]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Compute attention [1, H, n, D] of each stream's rows to what its own KV memory shows them."""
+        """Compute attention [1, H, n, D] of each stream's rows to what its own KV memory shows; zeros for failed streams."""
         out = torch.empty_like(query, dtype=value.dtype)
 
         def attend(rows: slice, run: ForwardPass) -> None:

@@ -40,10 +40,10 @@ from mmaccel.models.taking import read_prompt_video
 
 
 class Processor:
-    """Makes the inputs of one model: tokenizer, image and video settings, chat template.
+    """Makes the inputs of one model by its tokenizer, its image and video settings and its chat template.
 
-    `processor(text, videos=...)` takes text with placeholders; `processor.chat(content)` inserts them itself. Make it by
-    `from_pretrained`, or from its parts, to write a folder with `save_pretrained`.
+    `processor(text, videos=...)` takes a text with placeholders; `processor.chat(content)` inserts the placeholders itself.
+    Create one by `from_pretrained`; or from its parts, and write them to a folder with `save_pretrained`.
     """
 
     tiny: str | None = None
@@ -218,10 +218,10 @@ class Processor:
         `content` is a text, content pieces in order (`{"type": "video", "video": ...}`, `{"type": "image", "image": ...}`,
         `{"type": "text", "text": ...}`) or messages (`{"role": ..., "content": pieces}`). `images` and `videos` come before
         `content`. A list of texts, piece lists or conversations is a batch, one prompt each; `images` and `videos` are then
-        lists with an entry (one, a list, or None) for each. `options` go to `__call__`: `frames` samples that many frames of
-        each video, which LLaVA-OneVision needs for a batch.
+        lists with an entry (one, a list, or None) for each. `options` go to `__call__`, such as `frames`: take that many
+        of each video (in a batch, LLaVA-OneVision needs one number for all videos).
 
-        Raises `ModelError`, also if the chat template fails. Special tokens inside texts: see `special_tokens` of the class.
+        Raises `ModelError`, also if the chat template fails. Special tokens inside texts: see `load_processor`.
         """
         prompts = split_into_prompts(content, images, videos)
         rows = [pictures for _, pictures, _ in prompts]
@@ -383,7 +383,7 @@ def _implied(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def processor_specs() -> dict[str, ProcessorSpec]:
-    """Return the `ProcessorSpec` of each model type, of all registered families."""
+    """Return model type -> `ProcessorSpec`, of all registered families."""
     known: dict[str, ProcessorSpec] = {}
     for family in registry("model").values():
         known.update(getattr(family, "processors", {}))

@@ -1,4 +1,4 @@
-"""Prompts: arguments of a call by name, how a family's processor makes inputs, and the modality and frame of each token.
+"""Prompts: arguments of a call by name; how a family's processor makes inputs; modality and frame of each token.
 
 The user's question is found from token ids alone: it is the words of a message with images or videos, without chat markup.
 The config names the tokens that end a message (the model ends its answers with them) and those around images and videos.
@@ -75,8 +75,8 @@ Made = tuple[dict[str, Any], list[int]]
 class VideoBudget:
     """How many frames of a video file to sample by default, and at what size, as the model's own processor does.
 
-    fps          frames per second, no frame twice; None: `most` evenly spaced frames whatever the length
-    least, most  bounds of the number of frames at that rate, where the video has so many
+    fps          frames to take per second, no frame twice; None: `most` evenly spaced frames whatever the length
+    least, most  bounds of the number of frames at that rate; a video with fewer than `least` frames gives all
     multiple     the number of frames is a multiple of this
     factor       frame height and width are multiples of this; None: the processor chooses sizes, the next two are unused
     pixels       minimum and maximum pixels of a frame
@@ -164,7 +164,7 @@ def prompt_length(kwargs: Mapping[str, Any]) -> int:
 
 
 def rope_parameters_of(config: Any) -> Mapping[str, Any]:
-    """Return the RoPE parameters of a text model's config; of full attention, if layer types have their own."""
+    """Return the RoPE parameters of a text model's config; those of full attention, if layer types have their own."""
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("full_attention", rope)  # type: ignore[no-any-return]
 
@@ -221,7 +221,7 @@ def inputs_after_past(kwargs: Inputs, past: int) -> dict[str, Any]:
 
 
 def remove_padding(inputs: Inputs) -> dict[str, Any]:
-    """Return the inputs of one sequence without padding tokens and attention mask."""
+    """Return the inputs of one sequence without its padding tokens, and without attention mask."""
     inputs = dict(inputs)
     mask = inputs.pop("attention_mask", None)
     if mask is None or bool(mask.all()):
@@ -380,7 +380,7 @@ def markup_ids(model: nn.Module) -> tuple[set[int], set[int]]:
 
 
 def question_token_mask(model: nn.Module, ids: Tensor, modality: Tensor, segment: Tensor) -> Tensor:
-    """Return which tokens [B, S] of the prompts `ids` [B, S] are words of the question (`TokenLayout.asked`)."""
+    """Return a mask [B, S] of the tokens of the prompts `ids` [B, S] that are words of the question: `TokenLayout.asked`."""
     ends, marks = markup_ids(model)
     # What stands between the frames of a video is no word of a question.
     modality = torch.zeros_like(modality).scatter_reduce(1, segment, modality, "amax").gather(1, segment)
@@ -396,5 +396,5 @@ def question_token_mask(model: nn.Module, ids: Tensor, modality: Tensor, segment
 
 
 def token_ids(entry: Any) -> list[int]:
-    """Return a config entry that is one token id, several or None, as a list."""
+    """Return a config entry (a token id, several, or None) as a list of token ids."""
     return [] if entry is None else list(entry) if isinstance(entry, list | tuple) else [entry]

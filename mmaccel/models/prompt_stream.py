@@ -122,7 +122,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
         return self.ids[0, : self._tail + self._seen]
 
     def make_question(self, text: Any) -> Question:
-        """Return the tokens after the video. `text`: ids [1, S] of a later turn, or any string for this prompt's ids."""
+        """Return the tokens after the video. `text`: all ids [1, S] of a later turn; any string stands for this prompt's."""
         ids = self.ids if isinstance(text, str) else text.to(self.device)
         if not torch.equal(ids, self.ids):
             begun, self.ids = len(self.ids_through_last_video), ids
@@ -356,7 +356,7 @@ class PromptStreamRunner(Runner):
         return self._question
 
     def position_limit(self, read: int) -> MaxPositionCriteria:
-        """Return a stopping criterion at the model's last position, for the answer to a prompt of `read` tokens."""
+        """Return a criterion that stops the answer to a prompt of `read` tokens at the model's last position."""
         return MaxPositionCriteria(torch.tensor([read + self._at_work().tokens_left]), self._positions, True)
 
     def step(self, ids: Tensor, branches: TokenTree | None = None) -> Tensor:
@@ -373,7 +373,7 @@ class PromptStreamRunner(Runner):
         return self._at_work().length()
 
     def update_hf_cache(self) -> None:
-        """End the question; close the stream too, unless a later turn may use its cache. A second call does nothing."""
+        """End the question, and close the stream unless a later turn may use its cache. A second call does nothing."""
         state, self._state = self._state, None
         if self.cache is not None and self.cache.lasts and self._deadline.end_reason() is None:
             self.drafts.end_ingest()  # one that has not read the prompt yet would hold its pixels
@@ -391,7 +391,7 @@ class PromptStreamRunner(Runner):
 def open_prompt_runner(
     attachment: ModelAttachment, model: nn.Module, cache: Any, room: int
 ) -> HFRunner | PromptStreamRunner:
-    """Return a runner of one prompt on `cache`; if None, on a new stream memory with room for `room` tokens after it."""
+    """Return a runner of one prompt that continues `cache` (None: begins a stream). `room` tokens may follow the prompt."""
     if cache is None or isinstance(cache, StreamCache):
         return PromptStreamRunner(attachment, cache, room)
     runner, columns = open_runner(model, attachment.family, cache), attachment.cached_columns(cache)

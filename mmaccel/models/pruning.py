@@ -64,7 +64,8 @@ class _Work:
 
 @dataclass(eq=False)
 class LayerInputHook(PrefillHook):
-    """Forward pre-hook of decoder layer `index`: while a prompt is pruned, calls `enter` with the layer's inputs."""
+    """Forward pre-hook of decoder layer `index`: while a prompt is pruned, calls `enter`, whose return value replaces the
+    layer's inputs."""
 
     index: int
     enter: Callable[..., Any]
@@ -93,7 +94,7 @@ class PrefillTokenPruning:
                     hooks.add_pre_hook(layer, LayerInputHook(index, self._enter))
 
     def forward(self, run: ForwardPass, kwargs: dict[str, Any], go: Go) -> Any:
-        """Run the text model on new tokens, dropping those that the pruner rejects; `go` runs the unpruned forward."""
+        """Run the text model on new tokens and drop those that the pruner rejects. `go(run, kwargs)`: its forward."""
         state = run.state
         if state is not None and state.follows and run.start:
             return go(run, kwargs)
@@ -300,8 +301,8 @@ def prune_frames(
     tokens: int,
     vision: VisionAttentionProbe | None,
 ) -> tuple[Tensor, Tensor]:
-    """Apply `pruner` to visual features `rows` [frames * tokens + m, E] of frames and m separator tokens. Return the kept
-    features as units [n, P, E], one for each group of frames and all of equal length, and the separators [m, E]."""
+    """Apply `pruner` to visual features `rows` [frames * tokens + m, E], the last m of separator tokens. Return the kept
+    features [n, P, E], P tokens for each of n groups of frames that the pruner treats as one, and the separators [m, E]."""
     inside, left, each = frames * tokens, kept_tokens_per_frame(pruner, tokens), tokens * pruner.group
     place = torch.arange(len(rows), device=rows.device)[None]
     frame = torch.where(place < inside, place // tokens, -1)

@@ -38,7 +38,7 @@ MARGIN = 1.1
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended preset: its `name` (None: none fits) and `why` in a sentence; and predicted `costs`, by preset.
+    """The recommended preset: its `name` (None: none fits), `why` in a sentence, and the predicted `costs` of each preset.
 
     lacks  preset -> (device bytes, host bytes) that it needs beyond what there is; (0, 0) if it fits
     unfit  preset -> why it cannot serve this work at all
@@ -58,7 +58,7 @@ def model_sizes_of(
     processor: Any = None,
 ) -> rates.ModelSizes:
     """Return the sizes of a model that costs depend on, for frames of `size` (height, width). `model`: a name in `shapes`, a
-    saved model (only its config is read), or a loaded model with its `processor`. Raises `ModelError`."""
+    saved model (only its config is read), or a loaded model with its `processor`. Raises `ModelError` as these loads do."""
     if isinstance(model, nn.Module):
         built: Any = model
     else:
@@ -136,8 +136,8 @@ def _tokens(processor: Any, frames: torch.Tensor) -> int:
 
 
 def device_rates_of(name: str, sizes: rates.ModelSizes, **how: Any) -> rates.DeviceRates:
-    """Return the `DeviceRates` of `name`: known ones of a GPU model, or those of a device of this machine, measured now with
-    the options `how`. Raises `ModelError`."""
+    """Return the `DeviceRates` of `name`: known ones if it names a GPU model; those of a device of this machine are measured
+    now, with the options `how`. Raises `ModelError` for any other name."""
     if name in rates.DEVICES:
         # Their pairs are of heads of 128.
         known = rates.DEVICES[name]

@@ -36,8 +36,8 @@ class HiddenRows(NamedTuple):
 class StepStates(NamedTuple):
     """The recurrent states that a decode step of B sequences reads and writes, in slots (`recurrent.StateSlots`).
 
-    bounds  [B, 4] long, for each sequence: its first new column, the columns that its state contains before and after the
-            step, and its slot
+    bounds  [B, 4] long, for each sequence (start, base, upto, slot): its first new column, the number of columns that its
+            state contains before and after the step, and its slot
     layers  for each recurrent layer, a journal of rows [S, R, W] and states [S, H, K, V] of S slots (see `deltanet_rows`)
     """
 

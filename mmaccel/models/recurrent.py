@@ -82,7 +82,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         self._copies: list[tuple[int, Tensor]] = []  # of the state in the slot, after so many columns
 
     def move_into_slot(self, slots: StateSlots, layer: int, number: int) -> Copies:
-        """Move the state into slot `number` of `slots`, as layer `layer`; return the copies that the caller must make."""
+        """Move the state into slot `number` of `slots`, as layer `layer`; the caller must `copy_tensors` the result."""
         self.move_out_of_slot()
         self.slots, self._slot, self._base = slots, (layer, number), self.length
         self._entered = self.length
@@ -178,11 +178,11 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         self.module(hidden_states=rows, cache_params=cache, attention_mask=None)
 
     def set_prompt_length(self, length: int) -> None:
-        """Set `length` to the whole prompt's, after a pruner gave the layer fewer rows; forget earlier checkpoints."""
+        """Set `length` to the whole prompt's, after a pruner kept rows from the layer; forget earlier checkpoints."""
         self.length, self._marks = length, []
 
     def checkpoint_without_copy(self) -> Mark:
-        """Return the length and the recurrent state as `checkpoint` does, but not a copy: the next rows overwrite it."""
+        """Return the length and the recurrent state as `checkpoint` does, but uncopied: the next rows overwrite it."""
         self.move_out_of_slot()
         if not self.has_previous_state[0]:
             return self.length, None
@@ -235,7 +235,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
                 self._again = False
 
     def prepare_copy(self, other: RecurrentCacheLayer) -> Copies:
-        """Prepare `other`, a new cache layer of the same module, as a copy; return the copies that the caller must make."""
+        """Prepare `other`, a new cache layer of the same module, as a copy; the caller must `copy_tensors` the result."""
         self.move_out_of_slot()
         other.length, other.has_previous_state[0] = self.length, self.has_previous_state[0]
         if not self.has_previous_state[0]:
@@ -251,8 +251,8 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         copy_tensors(self.prepare_restore(mark))
 
     def prepare_restore(self, mark: Mark) -> Copies:
-        """Set the length to that of the checkpoint `mark`; return the copies into this layer's tensors that the caller must
-        make. A layer without tensors may take those of `mark`."""
+        """Set the length to that of the checkpoint `mark`; to restore the state, the caller must `copy_tensors` the result.
+        A layer without tensors may take over those of `mark`."""
         self.length, state = mark
         self._marks, self._tree, self.slots = [], [], None
         if state is None:
@@ -277,7 +277,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
                 mark.state = conv, recurrent
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
-        """Update the state as transformers does; return old and new inputs [B, C, n], the channels of each contiguous."""
+        """Update the state as transformers does; return old and new inputs [B, C, n], each step contiguous in memory."""
         if self.record_past or not self.has_previous_state[state_idx]:
             return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
         held: Tensor = self.conv_states[state_idx]  # type: ignore[assignment]
@@ -290,8 +290,8 @@ class RecurrentCacheLayer(LinearAttentionLayer):
 
 
 class StateSlots:
-    """The recurrent states of S sequences, in a slot each, for decode steps: `journals` [S, R, W] of recent rows and
-    `states` [S, H, K, V] for each layer. They are reallocated when more sequences come."""
+    """The recurrent states of S sequences, in a slot each, for decode steps: for each layer `journals` [S, R, W] of the R
+    last rows and `states` [S, H, K, V]. They are reallocated when more sequences come."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self._modules = modules
@@ -313,7 +313,7 @@ class StateSlots:
         return told
 
     def journals_and_states(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (journals, recurrent states) of all slots, for each layer."""
+        """Return for each layer its (journals, recurrent states) of all slots."""
         return list(zip(self.journals, self.states, strict=True))
 
     @torch.inference_mode(False)

@@ -52,8 +52,8 @@ QUESTION = "What happens in the video?"
 class RunTimings:
     """Measured times of a run.
 
-    read_s       seconds to read the video; of a `generate` call, seconds up to its first token
-    asked        (seconds to the first token, seconds per later token) of each question
+    read_s       seconds to read the video; in a `generate` call, seconds up to the first token
+    asked        for each question (seconds to the first token, seconds per later token)
     step_tokens  mean number of tokens that one decode step of the model yields
     """
 
@@ -132,7 +132,7 @@ def add_measured_overheads(
     prediction. They are read from `store`, or measured now and stored.
 
     `model`: a name or model, as `recommend.model_sizes_of` takes it, for frames of `size` (height, width). A recipe with a
-    draft model has the overhead of the same recipe without it. What would take more than `LIMIT_S`, or more memory than is
+    draft model gets the overhead of the same recipe without it. What would take more than `LIMIT_S`, or more memory than is
     free, is not measured.
     """
     kept = rates.OverheadFile(place, sizes, f"sessions of {DEPTHS} layers", store)

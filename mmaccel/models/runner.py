@@ -195,8 +195,8 @@ class HFRunner(Runner):
         self.memory().record_written(count)
 
     def memory(self) -> KVState:
-        """Return the KV memory that CUDA-graph steps write to: that of the `KVCache`; for a `DynamicCache` a `full` memory,
-        to which its keys and values are moved, and of which it then shows a view."""
+        """Return the KV memory that CUDA-graph steps write to: that of a `KVCache`. A `DynamicCache` gets a `full` memory:
+        its keys and values are moved there, and its tensors become views of that memory's."""
         if (state := getattr(self.cache, "state", None)) is not None:
             return state  # type: ignore[no-any-return]
         if self._moved is None:

@@ -86,7 +86,7 @@ class StreamCache(Cache):
 
     prompt, live  the `PromptStreamModel` and its `StreamRunner`; None once it is closed
     ids    [1, n] of the last conversation, prompt and answer, as far as they were run
-    lasts  whether it outlives the call that opened it
+    lasts  whether the cache outlives the call that opened it
     read_sparsely  whether a sparse pattern ran while the video was read
     """
 
@@ -122,7 +122,7 @@ class StreamCache(Cache):
                 live.close()
 
     def counters_since_last_call(self, now: Mapping[str, float]) -> dict[str, float]:
-        """Return the memory's counters `now`, with counts of events reduced to the events since the last call ended."""
+        """Return the memory's counters `now`, but events (such as questions) counted only since the last call ended."""
         before, self._counted = self._counted, now
         return counters_since(before, now)
 
@@ -199,7 +199,7 @@ def unpadded_cache_layout(attachment: ModelAttachment, cache: Any) -> Columns | 
 
 
 def why_draft_skipped(attachment: ModelAttachment, kwargs: Mapping[str, Any], count: int) -> str | None:
-    """Return why a call of `count` sequences on a filled cache runs without the draft; None if the draft runs."""
+    """Return why a call of `count` sequences runs without the draft on a cache with tokens; None if the draft runs."""
     cache, ids, mask = kwargs["past_key_values"], kwargs.get("input_ids"), kwargs.get("attention_mask")
     if count > 1:
         return "past_key_values is of several sequences, and it reads one at a time"
@@ -268,7 +268,7 @@ def allowed_tokens_for_sequence(
 
 
 def drop_padding(attachment: ModelAttachment, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `generate` for one sequence without its padding on the left."""
+    """Return the arguments of `generate` for one sequence, without its left padding."""
     mask = kwargs.get("attention_mask")
     if mask is None or bool(mask.all()):
         return kwargs
@@ -294,7 +294,7 @@ def drop_padding(attachment: ModelAttachment, kwargs: dict[str, Any]) -> dict[st
 
 
 def check_single_row(field: str, verdict: Tensor) -> Tensor:
-    """Check that the result `verdict` of a processor or criterion given as `field` has one row; else raises `DraftError`."""
+    """Return `verdict`, what the processor or criterion `field` returned; raise `DraftError` unless it has one row."""
     if verdict.shape[0] != 1:
         raise DraftError(
             f"{field}: it returned results for {verdict.shape[0]} sequences when called with one, as sequences of a batch "

@@ -17,8 +17,8 @@ SAMPLED = 1024
 
 
 def checksum(model: nn.Module, attentions: Iterable[Any]) -> str | None:
-    """Compute a checksum of the query and key projections; None if one is not a floating-point matrix (quantized), or if the
-    model is sharded over processes."""
+    """Compute a checksum of the query and key projections of `attentions`; None if one is quantized (not a
+    floating-point matrix) or the model is sharded over processes."""
     if tensor_parallel_size(model) > 1:
         return None
     found = hashlib.sha256()
@@ -37,7 +37,7 @@ def checksum(model: nn.Module, attentions: Iterable[Any]) -> str | None:
 
 
 def local_heads(model: nn.Module, heads: int) -> range:
-    """Return the indices, among `heads` heads, of those that this process computes."""
+    """Return which of the `heads` attention heads this process computes, as a range of head indices."""
     shards = tensor_parallel_size(model)
     if shards == 1:
         return range(heads)

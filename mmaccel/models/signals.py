@@ -1,4 +1,4 @@
-"""Reads what token pruners score tokens by, during a prefill: hidden states between layers, the text's attention to visual
+"""Reads, during a prefill, what token pruners score tokens by: hidden states between layers, the text's attention to visual
 tokens, and attention in the vision tower."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SCORES = 1 << 24
 class HiddenStateHook(PrefillHook):
     """Forward hook of a decoder layer with attention that passes hidden states to the probes of the current prefill.
 
-    index  number of the layer whose input is passed on; the number of layers stands for the last layer's output
+    index  number of the layer whose input is passed on; the number of all layers stands for the last layer's output
     """
 
     index: int
@@ -72,19 +72,19 @@ def hook_hidden_states(hooks: Hooks, layers: Sequence[nn.Module], *pruners: Toke
 
 
 class DraftPruningProbe(ForwardProbe):
-    """Reads hidden states and attention in the target's prefill, by which a draft's pruner chooses the tokens of its prompt.
+    """Reads, in the target's prefill, the hidden states and attention by which a draft's pruner cuts the draft's prompt.
 
     The prompt may come in several passes (chunks; video, then text). `on_kept` is called once with the kept columns [n], as
     soon as the last layer that the pruner reads has seen the last token, while later layers still run.
 
     If the target's own prompt is pruned during the prefill, its layers hold fewer tokens. The draft's pruner then chooses
     among tokens that all layers it reads hold, so a token dropped by the target is dropped from the draft too. The share
-    that it keeps is still one of all video tokens of the prompt.
+    to keep is still a share of all video tokens of the prompt.
 
     layout  token layout of the prompt, one sequence; in a later turn, of the conversation, whose last columns are `new`
     heard   hidden states that the probe of the previous turn read (its `states`)
-    lasts   whether another turn may follow, for which `states` are kept
-    fail    called once with an error, after which the prefill continues unread; None: the prefill raises it
+    lasts   whether another turn may follow; `states` are kept for it
+    fail    called with the error if this probe fails; the prefill then goes on without it. None: the prefill raises it
     """
 
     def __init__(
@@ -244,8 +244,8 @@ class VisionScorer(ABC):
 
     @abstractmethod
     def measure_patches(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """Compute the attention that each patch receives, and its key, from the input `hidden` of the module `attention`:
-        [..., patches, 1 + D], attention first."""
+        """Compute the attention that each patch receives, and its key: [..., patches, 1 + D], attention first. `hidden` and
+        `kwargs` are the input of the module `attention`."""
 
     @abstractmethod
     def pool_patches_to_tokens(
@@ -338,7 +338,7 @@ class VisionAttentionProbe:
 
 
 def mean_received_attention(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Compute the attention that each of the P patches of n frames receives, [n, P], averaged over heads and queries; query
+    """Return the attention [n, P] that each of the P patches of n frames receives, averaged over heads and queries. Query
     and key are [n, H, P, D]. At most `SCORES` scores are in memory at a time (at least one frame)."""
     each = query.shape[1] * query.shape[2] ** 2
     some = max(1, SCORES // max(each, 1))

@@ -95,8 +95,8 @@ class CapturedStreamSteps:
         self.tower = CapturedVisionTower(self.model, self._family)
 
     def can_run_fused(self, rows: Tensor, again: bool = False) -> bool:
-        """Whether fused steps can run `rows` [n, E]: few rows, layers that `fingerprint.can_fuse_layers` accepts, on the
-        device of the rows, no hooks. `again`: the rows continue an answer, whose layers were checked at its first step."""
+        """Whether fused steps can run `rows` [n, E]: at most 64 rows, and unhooked layers on their device that
+        `fingerprint.can_fuse_layers` accepts. `again`: the rows continue an answer, whose first step checked the layers."""
         self._sure = self._sure and again
         if len(rows) > WIDTHS[-1] or self._sure:
             return len(rows) <= WIDTHS[-1]
@@ -126,7 +126,7 @@ class CapturedStreamSteps:
         self._state_slots = StateSlots(states) if states else None
 
     def invalidate_layer_check(self) -> None:
-        """Mark the layers as unchecked, before a pass that is no answer step; the next `can_run_fused` checks them again."""
+        """Mark the layers as unchecked, before a pass that is no answer's step; `can_run_fused` then checks them again."""
         self._sure = False
 
     def run_step(

@@ -1,4 +1,4 @@
-"""Wraps transformers' own processor: prompts, videos and limits as in `Processor`, ids and pixels by transformers' code.
+"""Wraps transformers' own processor: its code makes ids and pixels; prompts, video files and limits are as in `Processor`.
 Where torchvision is missing, `Processor` makes the same tensors, bit for bit."""
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def processor_frame_budget(processor: Any) -> VideoBudget:
 
 
 def default_frame_count(processor: Any, usual: VideoBudget, frames: int, rate: float) -> int:
-    """Return how many of `frames` frames at `rate` a second (0: unknown) to take: as many as transformers' own processor
-    samples, where it does and no `ProcessorSpec` says otherwise, at most ``usual.most``; else what `usual` says."""
+    """Return how many of `frames` frames at `rate` per second (0: unknown) to take: what `usual` says if the family has a
+    `ProcessorSpec`; else as many as transformers' processor samples, at most ``usual.most``, if it samples frames."""
     stock: Any = None if processor.video is not None else processor.video_processor
     if not getattr(stock, "do_sample_frames", None) or not rate:
         return usual.frame_count(frames, rate)
@@ -130,8 +130,8 @@ def read_sampled_video(
 def read_prompt_video(
     processor: Any, path: str | os.PathLike[str], rate: float | None, frames: Any, model: Any, videos: int = 1
 ) -> tuple[Tensor, float | None]:
-    """Return the frames [T, 3, H, W] of a prompt's video file, one of `videos`, and their rate; see `Processor.__call__` for
-    the arguments."""
+    """Return the frames [T, 3, H, W] of a video file for a prompt, and their rate; `videos`: the number of videos in the
+    call. The other arguments are as in `Processor.__call__`."""
     if frames == "auto":
         frames, told = max_frames_that_fit(processor, model, path, videos=videos)
         warn(f"{told}.")
@@ -146,10 +146,10 @@ def max_frames_that_fit(
     recipe: Recipe | None = None,
     videos: int = 1,
 ) -> tuple[int, str]:
-    """Return how many frames of a file, one of so many `videos` of a call, fit under `recipe` (None: the attached one), and
-    a sentence that names the limit: the model's positions, its device's memory, or the file's length.
+    """Return how many frames of a file fit in a call with `videos` videos under `recipe` (None: the attached one), and a
+    sentence that names the limit: the model's positions, its device's memory, or the file's length.
 
-    Each number is tried on the prompt that the processor makes of so many frames. Raises `VideoError` for a source of
+    Each number is tried on the prompt that the processor makes of that many frames. Raises `VideoError` for a source of
     unknown length.
     """
     from mmaccel.media.reader import video_metadata

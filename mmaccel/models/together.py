@@ -33,7 +33,7 @@ PLACES = 4096
 
 
 def why_not_batchable(model: nn.Module, family: Any, cache: Any) -> str | None:
-    """Return why decode steps of `model` on `cache` cannot be batched with other sequences', as a phrase, or None."""
+    """Return as a phrase why decode steps of `model` on `cache` cannot be batched with other sequences'; None: they can."""
     state = getattr(cache, "state", None)
     if isinstance(state, PrunedKVState):
         return "its prompt is pruned, and each layer has columns of its own"
@@ -85,7 +85,7 @@ class BatchedDecodeSteps:
 
     @staticmethod
     def find_or_create(runner: Any, known: Sequence[BatchedDecodeSteps] = ()) -> BatchedDecodeSteps | None:
-        """Return shared steps for `runner`: one of `known` with the same weights, or new ones; None if it cannot share."""
+        """Return shared steps for `runner`: those in `known` with the same weights, or new ones; None if it cannot share."""
         if not isinstance(runner, HFRunner) or why_not_batchable(runner.model, runner.family, runner.cache):
             return None
         weights = _addresses(runner.model)

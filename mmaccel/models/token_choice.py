@@ -45,7 +45,7 @@ def build_token_choice(
 ) -> TokenChoice:
     """Build the logits processors and stopping criteria for up to `most` new tokens after `ids` [1, S]. Options are
     `settings` (arguments of `generate`) alone, not the model's `generation_config`. `drafts`: a draft proposes tokens, so
-    stateful processors are refused. Raises `ModelError`."""
+    stateful processors are refused. Raises `ModelError` for an unusable setting."""
     for name in settings:
         if name not in SETTINGS:
             raise ModelError(

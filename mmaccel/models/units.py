@@ -55,8 +55,8 @@ class TextAroundUnits:
 
     def text_ids(self, moment: Moment) -> Around:
         """Return the token ids before and after the unit `moment` (number of its first frame, seconds of its frames). If a
-        separator stands between units, unit 0 gets the last tokens of the head instead. Raises `ModelError` if the numbers
-        of tokens are not `length`."""
+        separator stands before each later unit, unit 0 gets the last tokens of the head in its place. Raises `ModelError`
+        if the numbers of tokens are not `length`."""
         before, after = self._plain(moment)
         before = before if moment[0] else self._lead + before
         if (len(before), len(after)) != self.length:
@@ -68,7 +68,7 @@ class TextAroundUnits:
 
 
 def join_unit_embeds(words: Callable[[Tensor], Tensor], features: Tensor, around: Sequence[Around]) -> Tensor:
-    """Join embeddings of the text `around` each unit to its `features` [n, P, E], for `StreamModel.embed_units`."""
+    """Embed by `words` the text ids `around` each of n units and join them to its `features` [n, P, E] along P."""
     whole, wide = [], features.shape[2]
     for side in zip(*around, strict=True):
         ids = torch.tensor(side, dtype=torch.long, device=features.device)

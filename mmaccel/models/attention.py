@@ -363,7 +363,7 @@ class KVCache(Cache):
 
 
 def wrap_kv_cache(model: nn.Module, family: Any, state: KVState | None = None) -> Any:
-    """Wrap `state` as a transformers cache for `model`; if None, make a plain transformers cache that can be rolled back."""
+    """Wrap `state` as a transformers cache for `model`; without `state`, make a plain one that can be rolled back."""
     states, layers = family.recurrent_layers(model), family.geometry(model).layers
     if not states:
         return DynamicCache() if state is None else KVCache(state, layers)

@@ -18,8 +18,7 @@ from mmaccel.core.memory.kv import CacheSlot
 
 
 def can_read_cache_table(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether attention on `device` can find KV caches by a table. On CUDA only the Triton kernels can:
-    not in float64, and only if `head_dim` is a multiple of `SeparateKVCaches.aligned`."""
+    """Return whether attention on `device` can find KV caches by a table; on CUDA, if Triton kernels take type and size."""
     even = head_dim % SeparateKVCaches.aligned == 0
     return device.type != "cuda" or (
         even and dtype != torch.float64 and not operator.why_triton_unusable(device)
@@ -45,10 +44,8 @@ class CacheTable:
     ) -> Iterator[list[SeparateKVCaches]]:
         """Context: write the addresses of KV caches into the table `name`, and yield for each layer the `SeparateKVCaches`
         that finds that layer's caches by the table. At its end the table drops its references to the caches.
-
         layers  for each layer the caches of B streams
-        seats   rows of the table for each layer, at least B; the others get the address of a spare buffer, never read
-        """
+        seats   rows of the table for each layer, at least B; those left over get a spare buffer's address, never read"""
         like, room = layers[0][0].key, replays.get_buffer
         groups, size = like.shape[1], like.shape[3]
         home = room("home", (1, groups, 1, size), like.dtype)

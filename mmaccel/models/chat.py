@@ -1,5 +1,5 @@
-"""Chats to token ids: the inputs of `Processor.chat` as messages, chat templates that turn messages into text, tokenizers,
-and the clips of the videos given to a session.
+"""Turns chats into token ids: inputs of `Processor.chat` into messages, these into text by chat templates, text into ids by
+tokenizers. Also yields the clips of the videos given to a session.
 
 Chat templates are code from a model's folder, so they run with limits. Users' special tokens can be made plain text.
 """
@@ -60,7 +60,7 @@ def split_into_prompts(content: Any, images: Any, videos: Any) -> list[Conversat
 
 
 def as_messages(content: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages unchanged, and a list of content pieces as the messages of one user turn."""
+    """Return `content` as messages: unchanged if it is a list of messages; content pieces become one user turn."""
     if "role" in content[0]:
         return [dict(one) for one in content]
     return [{"role": "user", "content": list(content)}]

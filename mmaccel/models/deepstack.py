@@ -29,8 +29,7 @@ def slice_features(given: Mapping[str, Any], columns: slice | Tensor) -> dict[st
 
 
 def split_deepstack_rows(embeds: Tensor, wide: int) -> tuple[Tensor, dict[str, Any]]:
-    """Split `embeds` [n, E * (1 + levels)], where E is `wide`, into embeddings [n, E] and DeepStack forward arguments, by
-    which each of the first layers adds one level."""
+    """Split `embeds` [n, E * (1 + levels)], E = `wide`, into embeddings [n, E] and DeepStack forward arguments."""
     rows, *levels = embeds.split(wide, 1)
     return rows, {WHERE: torch.ones(1, len(rows), dtype=torch.bool, device=rows.device), FEATURES: levels}
 

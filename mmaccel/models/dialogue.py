@@ -24,8 +24,7 @@ def question_messages(question: Any) -> tuple[Messages, Messages, list[Any]]:
     empty, to find by comparison which tokens are that text; and the images in order.
 
     The stream is the video at the start of the first user turn. A system message is placed after it, since the stream has
-    already read the template's beginning. Raises `ModelError` for a video, for several questions, and for turns that do not
-    alternate between user and assistant.
+    already read the template's beginning. Raises `ModelError` for videos, several questions or roles out of turn.
     """
     (messages, images, videos), *others = split_into_prompts(question, None, None)
     if videos or others:

@@ -216,7 +216,7 @@ class Family(ModelFamily):
         return None
 
     def token_embedding(self, model: nn.Module) -> nn.Embedding:
-        """Return the input embedding of token ids."""
+        """Return the input embedding module, from token ids to hidden states."""
         return model.get_input_embeddings()  # type: ignore[operator, no-any-return]
 
     def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ class Family(ModelFamily):
         """Encode `pixels`, images (IMAGE) or videos (VIDEO), in parts; return features in the model's output format.
 
         given     the other arguments of the model's call
-        most      patches in a part at most; a part of one image or time step may have more
+        most      largest number of patches in a part; only a part of one image or time step may have more
         features  runs the vision tower on parts (pixels, arguments that replace those of `given`); yields their features
         """
         raise self._lacks("encode_pixels")

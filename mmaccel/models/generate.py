@@ -73,7 +73,7 @@ OUTPUTS = ("num_return_sequences", "output_scores", "output_logits", "use_cache"
 
 
 def is_argument_set(attachment: ModelAttachment, name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the argument `name` of a `generate` call is set to a value other than its neutral one."""
+    """Whether a `generate` call sets the option `name`, also by a config, to other than its neutral value."""
     value = attachment.get_generate_option(name, kwargs)
     if name == "penalty_alpha":
         return bool(value)

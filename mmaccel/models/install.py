@@ -130,11 +130,8 @@ def shared_hooks(module: nn.Module, name: str, install: Callable[[Hooks], None])
 
 
 def current_stack_frames() -> dict[int, FrameType]:
-    """Return the innermost Python stack frame of every thread, by thread id.
-
-    Garbage collection is off meanwhile: before Python 3.12.4 a collection inside `sys._current_frames` can deadlock (CPython
-    issue 106883).
-    """
+    """Return the innermost Python stack frame of every thread, by thread id. Garbage collection is off meanwhile: before
+    Python 3.12.4 a collection inside `sys._current_frames` can deadlock (CPython issue 106883)."""
     with hooks_lock:
         collects = gc.isenabled()
         gc.disable()
@@ -209,7 +206,8 @@ class ModelReadWriteLock:
 
     @contextmanager
     def exclusive_access(self, what: str) -> Iterator[None]:
-        """Context that holds the lock as a writer: running calls end, new ones wait. In a call: `ModelError` on `what`."""
+        """Context that holds the lock as a writer: running calls end first, new ones wait. Raises `ModelError`, which names
+        the operation `what`, if this thread is inside a call."""
         me = threading.get_ident()
         with self._state:
             if me in self._inside or self._alone == me:

@@ -90,8 +90,7 @@ class _Step:
 
 
 class FusedDeltaNetStep(_Step):
-    """Fused step of a Gated DeltaNet layer on a few new rows: `project_rows` twice, `deltanet_rows`, then output projection
-    and MLP as in `LayerStep`."""
+    """Fused step of a Gated DeltaNet layer on a few new rows: `project_rows` twice, `deltanet_rows`, then as `LayerStep`."""
 
     def __init__(self, layer: Any, family: Any, follows: Any, number: int) -> None:
         """`number`: which of the layers with a state it is."""
@@ -271,8 +270,7 @@ def gather_linear_weights(*linear: nn.Linear) -> Weights:
 
 
 def norm_and_project(x: HiddenRows, norm: Any, by: Weights, gated: bool = False) -> Tensor:
-    """Apply the RMSNorm `norm` and then the linear weights `by` to the rows, in one operator (`project_rows`). `gated`: `by`
-    has gate and up projections, and the result is their SwiGLU product."""
+    """Apply RMSNorm `norm`, then weights `by`, in one operator (`project_rows`); `gated`: `by` is gate and up of SwiGLU."""
     rows, gain, squares = _normed_by(x, norm)
     return layer_ops.project_rows(rows, *by, gain, norm.variance_epsilon, None, gated, squares)
 

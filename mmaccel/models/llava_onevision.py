@@ -48,9 +48,8 @@ def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Map
 
 
 def tiled_token_grid(grid: Sequence[int], side: int, image: Sequence[int], most: int) -> tuple[int, int]:
-    """Return the (rows, columns) of tokens of `image` (height, width), cut into `grid` (down, across) tiles of `side` x
-    `side` tokens: without the rows or columns that padded it, and scaled down if far more tokens are left than `most` tiles
-    have. Each row is followed by one newline token, not counted here."""
+    """Return (rows, columns) of tokens of `image` (height, width), cut into `grid` (down, across) tiles of `side` x `side`
+    tokens: without padding; scaled down if far more than `most` tiles have. A newline token follows each row, uncounted."""
     height, width = image
     rows, columns = side * grid[0], side * grid[1]
     if width / height > columns / rows:
@@ -158,8 +157,8 @@ class LlavaVisionScorer(VisionScorer):
 
 @register("model", "llava_onevision")
 class LlavaOnevision(Family):
-    """``LlavaOnevisionForConditionalGeneration``. In the token layout an image is one frame, its base view, and then its
-    high-resolution tiles."""
+    """``LlavaOnevisionForConditionalGeneration``. In the token layout an image is one frame, its base view,
+    followed by the tokens of its high-resolution tiles."""
 
     model_types = ("llava_onevision",)
     extra_inputs = frozenset({"image_sizes", "image_sizes_videos", "batch_num_images"})

@@ -344,8 +344,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def find_or_download_folder(name: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """Return a model's folder; a hub model's small files (all but weights) are downloaded first. Raises `ModelError`
-    if there is no such model."""
+    """Return a model's folder; of a hub model all but the weights is downloaded. Raises `ModelError` if there is none."""
     text = os.fspath(name)
     if Path(text).is_dir():
         return Path(text)

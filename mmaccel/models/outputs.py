@@ -14,9 +14,8 @@ def drop_past_key_values(out: Any) -> Any:
 
 
 def join_chunk_outputs(outputs: Iterable[Any], chunk: int, last_only: bool) -> Any:
-    """Join the text model's outputs for a prompt's chunks of `chunk` tokens along the token axis. `last_only`: return
-    the last token's output only, and keep only that of each chunk (all would take 15 GB at two million tokens of a 7B
-    model)."""
+    """Join the text model's outputs for a prompt's chunks of `chunk` tokens along the token axis. `last_only`: return the
+    last token's output only, and keep no more of each chunk (all would take 15 GB at two million tokens of a 7B model)."""
     held = list[Any]()
     for out in outputs:
         if last_only:

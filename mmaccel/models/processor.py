@@ -218,8 +218,8 @@ class Processor:
         `content` is a text, content pieces in order (`{"type": "video", "video": ...}`, `{"type": "image", "image": ...}`,
         `{"type": "text", "text": ...}`) or messages (`{"role": ..., "content": pieces}`). `images` and `videos` come before
         `content`. A list of texts, piece lists or conversations is a batch, one prompt each; `images` and `videos` are then
-        lists with an entry (one, a list, or None) for each. `options` go to `__call__`, such as `frames`: take that many
-        of each video (in a batch, LLaVA-OneVision needs one number for all videos).
+        lists with an entry (one, a list, or None) for each. `options` go to `__call__`, such as `frames`: how many
+        to take of each video (in a batch, LLaVA-OneVision needs one number for all videos).
 
         Raises `ModelError`, also if the chat template fails. Special tokens inside texts: see `load_processor`.
         """

@@ -64,8 +64,7 @@ class _Work:
 
 @dataclass(eq=False)
 class LayerInputHook(PrefillHook):
-    """Forward pre-hook of decoder layer `index`: while a prompt is pruned, calls `enter`, whose return value replaces the
-    layer's inputs."""
+    """Forward pre-hook of decoder layer `index`: while a prompt is pruned, replaces the layer's inputs by `enter(...)`."""
 
     index: int
     enter: Callable[..., Any]

@@ -4,7 +4,7 @@ Most layers of Qwen2.5-VL's tower attend in windows of 64 patches, the others wi
 transformers splits at `cu_seqlens` in every layer and attends to one window after the other, so that a long video is bound
 by kernel launches. Here windows of equal length (a frame size has four lengths) are one batch. This relies on transformers
 giving an attention function with "flash" in its name all rows at once with `cu_seq_lens_q` (`is_flash_attention_requested`,
-5.17 to 5.23); elsewhere it is called for each window and equals `sdpa`. A tower with another attention than `sdpa` keeps it.
+5.17 to 5.23); elsewhere it gets each window alone and equals `sdpa`. A tower with another attention than `sdpa` keeps it.
 """
 
 from __future__ import annotations

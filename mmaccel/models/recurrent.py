@@ -178,7 +178,7 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         self.module(hidden_states=rows, cache_params=cache, attention_mask=None)
 
     def set_prompt_length(self, length: int) -> None:
-        """Set `length` to the whole prompt's, after a pruner kept rows from the layer; forget earlier checkpoints."""
+        """Set `length` to the whole prompt's, after a pruner gave the layer fewer rows; forget earlier checkpoints."""
         self.length, self._marks = length, []
 
     def checkpoint_without_copy(self) -> Mark:
@@ -354,8 +354,8 @@ def deltanet_weights(module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, float
 def record_input_hook(
     module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of a Gated DeltaNet module: record its input in its `RecurrentCacheLayer`; if it is a draft tree, run
-    the tree's paths instead. Without `kwargs` (torch omits them for a hook removed while the hooks run) it does nothing."""
+    """Forward pre-hook of a Gated DeltaNet module: record its input in its `RecurrentCacheLayer`; of a draft tree run
+    the paths instead. Without `kwargs` (torch omits them for a hook removed while the hooks run) it does nothing."""
     cache = kwargs.get("cache_params")
     layer = None if cache is None else cache.layers[module.layer_idx]
     if not isinstance(layer, RecurrentCacheLayer):

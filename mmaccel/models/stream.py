@@ -1,7 +1,7 @@
 """Streams on transformers: a Hugging Face model and its processor as a `VideoSession` uses them.
 
-A pass calls the text model directly. Meanwhile the attention modules hold a copy of their config that names our
-attention function, and in its thread the rotary module returns the identity, so that keys reach the KV memory before RoPE.
+A pass calls the text model directly. Meanwhile the attention modules hold a copy of their config that names our attention
+function, and in the pass's thread the rotary module returns the identity, so that keys reach the KV memory before RoPE.
 Norms and MLPs use fused kernels, also for other callers. Nothing stays installed on the model.
 """
 
@@ -381,7 +381,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
     def prompt(
         self, frames: Tensor, fps: float | None, times: Sequence[float], tail: Sequence[int]
     ) -> dict[str, Any]:
-        """Return inputs of a prompt equal to a stream: head, video `frames` [T, 3, H, W] at `times` (s), ids `tail`."""
+        """Return model inputs of a prompt equal to a stream: its head, `frames` [T, 3, H, W] at `times` (s), ids `tail`."""
         inputs = self.processor(
             self.processor.video_token, videos=[frames], fps=fps, add_special_tokens=False, device=self.device
         )

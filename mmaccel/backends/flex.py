@@ -38,7 +38,7 @@ def why_unusable(device: torch.device) -> str | None:
 
 @with_unpacked_args
 def block_attend(call: BlockAttendCall) -> tuple[Tensor, Tensor]:
-    """The operator of `ops.block_attend` by FlexAttention; compiled on CUDA, eager on CPU (no lse when compiled)."""
+    """The operator of `ops.block_attend` by FlexAttention; compiled on CUDA, eager on CPU."""
     query, key, value, part, block_q, block_k, scale, rows, _ = call
     (B, H), q_row = query.shape[:2], part.q_row
     mask, _ = make_block_mask(part, block_q, block_k, (B, H))

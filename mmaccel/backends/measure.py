@@ -47,7 +47,8 @@ class LinearCost:
 
     @classmethod
     def through_points(cls, short: tuple[float, float], long: tuple[float, float]) -> LinearCost:
-        """Fit a cost line through two points (work, seconds); through 0 and the longer one if the shorter took longer."""
+        """Fit a cost line through the points (work, seconds) of a short and a long run. If the short one took as long or
+        longer, the line goes through 0 and the point of the long one."""
         (less, early), (more, late) = short, long
         each = (late - early) / (more - less)
         if each <= 0:

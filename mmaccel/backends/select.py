@@ -222,7 +222,8 @@ class CostFile(Generic[Kept]):
 
 
 def cost_key(device: torch.device, shape: AttentionShape, backends: tuple[str, ...], label: str) -> str:
-    """Cache key that names all that measured costs depend on: device (of a processor also its threads), shape, versions."""
+    """Cache key that names all that measured costs depend on: device (for a CPU also its number of threads), shape, package
+    versions, backends and `label`."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     if device.type == "cpu":
         name += f" {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

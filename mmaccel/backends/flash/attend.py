@@ -1,5 +1,5 @@
-"""The operator `block_attend` by flash-attn 4: query and key rows in the part's order, block lists as its block-sparse
-tensors.
+"""The operator `block_attend` (attention of one part of a plan) by flash-attn 4: query and key rows are put in the part's
+order, and block lists become flash-attn's block-sparse tensors.
 
 If every list is a run of consecutive blocks, adjacent blocks are joined into tiles of 128 x 128, and a mask limits each
 query to the run of its own block. For other lists a tile is one block, of 64 or 128 tokens. A tile is masked unless all its
@@ -245,7 +245,7 @@ def gather_head_rows(x: Tensor, row: Tensor, heads: int) -> Tensor:
 
 def chunk_heads(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator[slice]:
     """Yield slices of heads whose block-sparse tensors are built together: all heads if they share lists, else as many as
-    fit in memory, in multiples or divisors of the `group` that shares a key/value head."""
+    fit in memory: a multiple or a divisor of `group`, the number of query heads that share a key/value head."""
     step = heads
     if any(one.head_count > 1 for one in lists):
         pairs = max(one.row.shape[0] for one in lists) * sum(one.kind.shape[-1] for one in lists)
@@ -303,8 +303,8 @@ def call_flash_attn(
     bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
     """Call flash-attn: out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]. `tensors`:
-    the block-sparse tensors. The mask is `bounds` (`key_bounds`), or if None the tensors `tests`: `key_run_mask_tensors` if
-    `by_key`, else `position_run_mask_tensors`."""
+    the block-sparse tensors. `bounds` (from `key_bounds`) state the mask; if they are None, the tensors `tests` do: those of
+    `key_run_mask_tensors` if `by_key`, else of `position_run_mask_tensors`."""
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 

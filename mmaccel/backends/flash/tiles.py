@@ -89,12 +89,12 @@ def key_bounds(part: Part) -> tuple[int, ...] | None:
 def merge_window_and_sinks(
     bounds: tuple[int, ...], n_query: int, tiles: TileSizes
 ) -> tuple[tuple[int, ...], tuple[int, int] | None]:
-    """Reduce the bounds of a sliding-window span plus an attention-sink span to one mask.
+    """Reduce the bounds of two spans, a sliding window and attention sinks, to one mask.
 
-    Applies if there are two spans: a window up to each query that is longer than a tile of queries plus one of keys, and the
-    first keys, a whole number of tiles, as far as the window does not reach. Then no tile needs both. Returns the window's
-    bounds and (keys, past): query i sees those of the first `keys` keys that are before i + past, and a tile of these is
-    FULL if its first query sees its last key. Otherwise returns `bounds` unchanged and None.
+    This applies if the window is at least as long as a tile of queries plus a tile of keys, and if the sinks are the first
+    keys of the call, a whole number of tiles, of which each query sees those before its window. Then no tile holds both.
+    Returns the window's bounds and (keys, past): of the first `keys` keys, query i sees those before i + past, and a tile of
+    these is FULL if its first query sees its last key. Otherwise returns `bounds` unchanged and None.
     """
     for near, far in ((bounds[:3], bounds[3:]), (bounds[3:], bounds[:3])) if len(bounds) == 6 else ():
         first_keys = far[0] <= -n_query and far[1] == near[0] and far[2] <= near[2]
@@ -173,8 +173,8 @@ def _runs(ends: tuple[Tensor, Tensor], tiles: TileSizes, dtype: torch.dtype) -> 
 def join_tiles(kinds: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
     """Join blocks into tiles of `queries` x `keys` blocks: which tiles hold a listed block, and which are FULL throughout.
 
-    kinds [b, h, M, N]; both results [b, h, query tiles, key tiles] bool. Query blocks beyond the last are ignored, key
-    blocks beyond it count as absent.
+    kinds [b, h, M, N]; both results [b, h, query tiles, key tiles] bool. Query blocks beyond the last one are ignored; key
+    blocks beyond the last one count as absent.
     """
     listed, full = kinds >= 0, kinds == FULL
     if queries == keys == 1:

@@ -1,8 +1,8 @@
 """The operator `block_attend`: attention of one part of a plan, over all its key spans under one softmax.
 
-Each backend registers the operator under a name of its own (`register_block_attend`). Its arguments are the part's row
-tensor, a list of tensors and a list of integers, made by `Part.pack` and turned back by `Part.unpack`, so that every fact a
-plan states about its tensors reaches each backend as a value.
+Each backend registers the operator under a name of its own (`register_block_attend`). PyTorch operators take only tensors
+and numbers, so `Part.pack` turns a part into its row tensor, a list of tensors and a list of integers, and `Part.unpack`
+rebuilds it for the backend.
 
 Letters: B batch, H query heads, G key/value heads, P rows of a part (whole blocks), N keys of a span (whole blocks), M query
 blocks. Leading dimensions b and h are B and H, or 1 where all sequences or heads share the tensor.
@@ -231,7 +231,7 @@ class Part:
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def for_heads(self, heads: int) -> slice:
-        """Return which of a layer's `heads` query heads this part of an attention plan applies to, as a slice."""
+        """Return the slice of a layer's `heads` query heads to which this part of an attention plan applies."""
         some = self.head_range
         return slice(0, heads) if some is None else slice(some.first, some.past)
 

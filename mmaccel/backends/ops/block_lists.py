@@ -30,8 +30,9 @@ ROW = 5  # numbers of a list, in `BlockLists`
 
 
 def compact_by_mask(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of the mask `chosen` [..., n], move the entries of `value` [n] at True to the front and fill up to n with
-    0. Returns these entries, int32, all rows flattened to one axis; and how many True precede each, long [..., n + 1]."""
+    """For each row of the mask `chosen` [..., n], list those entries of `value` [n] where the mask is True, padded with 0 to
+    n. Returns the lists, int32, flattened to one axis; and the number of True values before each place of a row, long [...,
+    n + 1]."""
     n = chosen.shape[-1]
     upto = pad(chosen.long().cumsum(-1), (1, 0))
     slot = torch.where(chosen, upto[..., :-1], n)
@@ -90,7 +91,7 @@ def listed_pairs(
     row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
 ) -> Tensor:
     """Count the query-key pairs in listed blocks, [b, h] int64. row [b, h, M, 5] and index: the fields of a `BlockLists`.
-    q_row [b, h, P], k_row [b, h, N]: the token of each slot; empty ones (-1) do not count."""
+    q_row [b, h, P], k_row [b, h, N]: the tensor row in each slot; empty slots (-1) do not count."""
     nq, nk = _count_present(q_row, block_q), _count_present(k_row, block_k)
     (b, h), m = common_batch_and_heads(row, nq, nk), row.shape[2]
     begin, count, _, _, shift = row.expand(b, h, m, 5).unbind(-1)
@@ -215,9 +216,9 @@ def assemble_slices(
 ) -> list[Tensor]:
     """Assemble tensors from slices of `sources`: one output of `sizes[i]` elements for each dtype in `KINDS`.
 
-    table: the FIELDS of each slice, concatenated. The first `fills` slices are written first, then all others; within
-    each of these two steps slices must not overlap. Elements that no slice covers are undefined. Sources are dense from the
-    third dimension on.
+    table: the FIELDS of each slice, concatenated. A slice is copied from its source, or filled with a number if it has none.
+    The first `fills` slices are written first, then all others; within each of these two steps slices must not overlap.
+    Elements that no slice covers are undefined. Sources are dense from the third dimension on.
     """
     device = sources[0].device
     out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, KINDS, strict=True)]

@@ -1,9 +1,10 @@
 """Operators for retrieval in a video stream: scores of clusters by their representative keys, the question's mean query, and
 copies of key/value units from host memory.
 
-An *entry* is one unit of the stream (a frame, or a temporal patch of frames). Letters: R layers, C clusters, V visual
-clusters, N entries, d key size. Clusters are ranked by score, ties by lower number. A question's n rows begin with `count`
-[1] (a device tensor) words that the user wrote; the other rows are ignored.
+An *entry* is what clusters hold and a search retrieves: one unit of the stream (a frame, or a temporal patch of frames), or
+a part of one. Letters: R layers, C clusters, V visual clusters, N entries, d key size. Clusters are ranked by score, ties by
+lower number. A question's n rows begin with `count` [1] (a device tensor) words that the user wrote; the other rows are
+ignored.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ class ClusterMembership(NamedTuple):
 
 
 class EntryKeys(NamedTuple):
-    """Keys of single entries, to choose among the members of a cluster that is retrieved only in part. `keys` [M, L, d] of M
-    entries in L layers, of which `layer` is used, can be read by the device; `read` returns float32 rows [n, d] of entries
-    [n]. They are compared with `query` [d] float32, by cosine similarity if `cosine`, else by dot product."""
+    """Keys by which single entries are chosen from a cluster that is retrieved only in part. `keys` [M, L, d], readable by
+    the device: the keys of M entries in L layers, of which layer `layer` is used; `read` returns those of the entries [n] as
+    float32 rows [n, d]. They are compared with `query` [d] float32, by cosine similarity if `cosine`, else by dot
+    product."""
 
     keys: Tensor
     layer: int
@@ -121,8 +123,8 @@ def mask_and_count_better(
     score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Set the score [R, C] of excluded clusters to -inf; return it, and how many entries better-scored clusters hold, [R, C]
-    long. A cluster is excluded if its visual cluster `parent` [R, C] is V (none) or is marked in `without` [R, V] bool; if
-    one of these arguments is None, it is excluded if it is empty."""
+    long. A cluster is excluded if it has no visual cluster (its `parent` [R, C] is V), or if `without` [R, V] bool marks
+    that. If `parent` or `without` is None, the empty clusters are excluded instead."""
     hidden = (
         size == 0 if parent is None or without is None else pad(without, (0, 1), value=True).gather(1, parent)
     )
@@ -139,13 +141,12 @@ def select_entries(
     own: EntryKeys,
     late: NewestEntries | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Select the entries that the first of R = 1 or 2 layers retrieves; and `ahead` entries to prefetch for the second, or
-    None.
+    """Select the entries that the first of R = 1 or 2 layers retrieves, and those to prefetch for the second (else None).
 
-    It retrieves `budget` entries (units in the clusters that `lists` gives): whole clusters, best first, then of the cluster
-    that no longer fits those whose keys score best (`own`). They are returned ascending, followed by the newest entries
-    (`late`), which are always retrieved. Row 0 of R is this layer, row 1 the next one, whose entries to prefetch are in
-    cluster order, padded with -1. before [R, C]: for each of C clusters, how many entries higher scored ones hold.
+    The first layer retrieves `budget` entries: whole clusters of `lists`, best first; and of the first cluster that no
+    longer fits, the entries whose keys score best (`own`). They are returned in ascending order, followed by the newest
+    entries (`late`), which are always retrieved. For the second layer `ahead` entries are returned, best cluster first,
+    padded with -1. before [R, C]: for each cluster, how many entries the better-scored ones hold.
     """
     width = budget + lists.largest - 1
     found = _entries_in_order(before, lists, max(width, ahead))
@@ -178,9 +179,9 @@ def write_best_clusters(
     """Write summary tokens to `out` [2, G, m, D]: mean keys and values (rows [C, G * D] each) of the first m clusters in the
     order of `rank_summary_clusters`. size [C] counts entries; picked [C] bool: the cluster was retrieved.
 
-    Returns their times [m] from `time` [C], and score biases [head + m] float32: 0 for the first `head` columns; for each
-    token 0, or with `tokens` (tokens per entry) ``log(size * tokens)``, about -69 if picked or empty; -inf from token `left`
-    on.
+    Returns their times [m] from `time` [C], and score biases [head + m] float32: 0 for the first `head` columns, then one
+    for each summary token: 0 if `tokens` is 0, else ``log(size * tokens)`` for entries of `tokens` tokens (about -69 if the
+    cluster is picked or empty); and -inf from summary token `left` on.
     """
     count = out.shape[2]
     ids = rank_summary_clusters(score, picked, size)[:count]
@@ -242,10 +243,10 @@ def mean_query(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
 def predict_next_layer_input(
     words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None
 ) -> Tensor:
-    """Predict a question's hidden states [n, E] at the next layer's input, to prefetch units for it: `words` [n, E], those
-    at this layer's input, plus `known` [E] float32, the change that this layer made in the last question. The mean over the
-    first `count` [1] rows of `words` replaces `before` [E], the mean at the previous layer; their difference goes to `seen`
-    [E], if given."""
+    """Predict a question's hidden states [n, E] at the next layer's input, to prefetch units for that layer: `words` [n, E],
+    the states at this layer's input, plus `known` [E] float32, the change that this layer made to the mean state in the last
+    question. Also replaces `before` [E], the mean state at the previous layer's input, by the mean over the first `count`
+    [1] rows of `words`, and writes the difference (new minus old) to `seen` [E], if given."""
     now = _mean_of_rows(words, count)
     if seen is not None:
         torch.sub(now, before, out=seen)
@@ -255,10 +256,10 @@ def predict_next_layer_input(
 
 @operator("stream")
 def mark_host_slots(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
-    """Look up which of the distinct `entries` [n] are in host memory, and mark them in `table` as prefetched. table [m]
-    gives where each entry is: a number below `slots` [1] is a host slot, any other a place on the device; its last element
-    is scratch. Returns host slots [n], -1 for an entry that is not on the host. The i-th entry, if it was on the host, is
-    then at ``begin + i`` by the table, the place on the device that the caller copies it to. All tensors are long."""
+    """Look up which of the distinct `entries` [n] are in host memory, and mark them in `table` as prefetched. table [m] says
+    where each entry is: a number below `slots` [1] is a host slot, a larger one a place on the device; the last element is
+    scratch. Returns the host slots [n], -1 for an entry that is not on the host. If the i-th entry was on the host, `table`
+    gives it the place ``begin + i`` from now on, to which the caller must copy it. All tensors are long."""
     found = table[entries]
     host = (found >= 0) & (found < slots)
     place = begin + torch.arange(len(entries), device=found.device)

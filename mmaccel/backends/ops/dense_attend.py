@@ -48,7 +48,8 @@ OLDER_LARGEST = 256  # the largest head size that 3 and 2 serve, in steps of 8
 
 
 class FlashAttnRelease(NamedTuple):
-    """A flash-attn release, its function, and whether it is faster than PyTorch with as many queries as keys (`square`)."""
+    """A flash-attn release and its function. `square`: whether it is faster than PyTorch if there are as many queries as
+    keys."""
 
     release: int
     call: Callable[..., Any]

@@ -59,7 +59,8 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> None
     """Apply RoPE (arXiv 2104.09864) to x [B, H, n, D] in place, by cos and sin [B or 1, n, D]. It rotates pairs of
     numbers of a head: i and i + D / 2 or, if `adjacent`, 2 i and 2 i + 1.
 
-    cos and sin in the dtype of x round each product, as decoder layers do; float32 ones round once, as vision towers do.
+    With cos and sin in the dtype of x each product is rounded, as in decoder layers; with float32 ones only the result is,
+    as in vision towers.
     """
     x.copy_(x * cos[:, None] + _paired(x, adjacent) * sin[:, None])
 

@@ -3,14 +3,14 @@ the strongest of them, the key blocks that they touch, and the orderings of stri
 (one key for all queries) or a diagonal (one distance between query and key). A grid pattern groups keys by their index
 modulo a stride (the *residue class*); its *phase* is the class of a query minus that of the keys it sees.
 
-The attention of the last queries is reduced on the fly, by kernels for CUDA only. Every other device uses the plain forms:
-for `rowwise_logsumexp`, `line_weights` and `choose_grid_lines` the methods of
-`mmaccel.policies.sparse.estimate.LastQueryAttention`, for
-`score_strides` that of `mmaccel.policies.sparse.stride`. Common arguments: query [B, H, L, D], the last queries; key [B, G,
-N, D], H a multiple of G; row [B, n] long, the rows of `key` that hold the keys, None for its first `width`; at [B, L] long,
-ascending, the index of each query among the n = `width` keys, of which it sees those up to it, -1 for none; total [B, H, L]
-float32, the log-sum-exp over all that a query sees, if the keys are only a part of it; pooled: heads that share a key head
-are averaged and results have h = G heads, otherwise h = H. Scores are scaled by D ** -0.5.
+Kernels for CUDA sum the attention of the last queries without storing it. Other devices use plain PyTorch: for
+`rowwise_logsumexp`, `line_weights` and `choose_grid_lines` the methods of
+`mmaccel.policies.sparse.estimate.LastQueryAttention`, for `score_strides` that of `mmaccel.policies.sparse.stride`. Common
+arguments: query [B, H, L, D], the last queries; key [B, G, N, D], H a multiple of G; row [B, n] long, the rows of `key` that
+hold the keys, None for its first `width`; at [B, L] long, ascending, the index of each query among the n = `width` keys, of
+which it sees those up to it, -1 for none; total [B, H, L] float32, the log-sum-exp over all that a query sees, if the keys
+are only a part of it; pooled: heads that share a key head are averaged and results have h = G heads, otherwise h = H. Scores
+are scaled by D ** -0.5.
 """
 
 from __future__ import annotations

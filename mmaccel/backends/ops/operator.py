@@ -200,7 +200,7 @@ def runs_triton(first: Tensor | Sequence[Tensor], *rest: Any) -> bool:
 
 
 def runs_triton_in_float32(first: Tensor, *rest: Any) -> bool:
-    """As `runs_triton`, for kernels that compute in float32 and so do not serve float64."""
+    """Whether Triton kernels that compute in float32 can run on the first argument: on its device, and not for float64."""
     return first.dtype != torch.float64 and runs_triton(first)
 
 
@@ -272,7 +272,7 @@ def operator(
     fake: Callable[..., Any] | None = None,
     mutates: tuple[str, ...] = (),
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
-    """Decorator that makes an `Operator` of its plain form.
+    """Decorator that makes a plain PyTorch function an `Operator`.
 
     kernel   module of `mmaccel.backends.triton` with a function of the same name and arguments that launches the kernel;
              imported at first use; None for an operator without kernel

@@ -138,7 +138,8 @@ def _convolve_kernel(
 
 
 def convolve_silu(x, weight, *, rows=32, channels=128):
-    """Launch `ops.delta.convolve_silu`: causal convolution of x [B, S, C] and SiLU; a program has `rows` of `channels`."""
+    """Launch `ops.delta.convolve_silu`: causal convolution of x [B, S, C] and SiLU; one program for `rows` rows and
+    `channels` channels."""
     (B, S, C), taps = x.shape, weight.shape[1]
     out = torch.empty(B, S, C, dtype=x.dtype, device=x.device)
     channels = min(channels, triton.next_power_of_2(C))
@@ -159,7 +160,7 @@ def convolve_silu(x, weight, *, rows=32, channels=128):
 
 
 def gated_rms_norm(x, gate, gain, eps):
-    """Launch `ops.delta.gated_rms_norm`: RMSNorm of x [..., V] times `gain`, times silu(gate), one program a row."""
+    """Launch `ops.delta.gated_rms_norm`: RMSNorm of x [..., V] times `gain`, times silu(gate), one program per row."""
     x, gate, V = x.contiguous(), gate.contiguous(), x.shape[-1]
     out = torch.empty_like(gate)
     if x.numel():

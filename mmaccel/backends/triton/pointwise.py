@@ -119,7 +119,7 @@ def _merge_parts_kernel(
 
 
 def rms_norm(x, weight, eps, centred=False):
-    """Launch `ops.layer_ops.rms_norm`: RMSNorm of x with `weight`, or with 1 + `weight`, one program a row."""
+    """Launch `ops.layer_ops.rms_norm`: RMSNorm of x with `weight`, or with 1 + `weight`, one program per row."""
     x = x.contiguous()
     out = torch.empty_like(x)
     E = x.shape[-1]
@@ -157,7 +157,7 @@ def rotate_(x, cos, sin, adjacent=False):
 
 
 def rope_angles(positions, inv_freq, scale, dtype):
-    """Launch `ops.layer_ops.rope_angles`: RoPE cosines and sines [n, D] of positions [n], `ROWS` of them a program."""
+    """Launch `ops.layer_ops.rope_angles`: RoPE cosines and sines [n, D] of positions [n], `ROWS` of them per program."""
     n, half = len(positions), len(inv_freq)
     out = torch.empty(2, n, 2 * half, dtype=dtype, device=positions.device)
     if n:
@@ -169,7 +169,7 @@ def rope_angles(positions, inv_freq, scale, dtype):
 
 
 def merge_parts(out, lse):
-    """Launch `ops.layer_ops.merge_parts`: attention from `len(out)` partial results, `MERGED` rows a program."""
+    """Launch `ops.layer_ops.merge_parts`: attention from `len(out)` partial results, `MERGED` rows per program."""
     out, lse, D = out.contiguous(), lse.contiguous(), out.shape[-1]
     merged, count = torch.empty_like(out[0]), lse[0].numel()
     if count:

@@ -502,8 +502,8 @@ def mark_host_slots(table, entries, slots, begin):
 
 
 def copy_units(out, slab, base, slot, grain, *, programs=PROGRAMS, words=UNDER_WAY):
-    """Launch `ops.clusters.copy_units`: copy units from host memory to `out`, by at most `programs` programs, with about
-    `words` words of loads under way."""
+    """Launch `ops.clusters.copy_units`: copy units from host memory to `out`, by at most `programs` programs, which keep
+    loads of about `words` words in flight."""
     slots, _, groups, tokens, size = slab[0].shape
     n = slot.shape[0]
     if n == 0:

@@ -504,8 +504,8 @@ def hopper_kernel(
     """Persistent Hopper form of `kernel.attend_kernel`: programs take tiles of 128 query rows (under SPLIT, pieces of their
     lists) one after another. The last dimension of all tensors is contiguous.
 
-    There are items * tiles tiles, one for each program of that kernel; TAKEN, 0 at the start, counts the tiles taken so far.
-    GATED: nothing is computed if SHORT, the number of key blocks whose copies found no room, is above 0.
+    There are items * tiles tiles, as many as `attend_kernel` has programs; TAKEN, 0 at the start, counts the tiles taken so
+    far. GATED: nothing is computed if SHORT, the number of key blocks whose copies found no room, is above 0.
     """
     if GATED:
         # Without a home for every block, the portable kernel computes what this one would.

@@ -108,7 +108,8 @@ class KeyLocations:
     """Where TMA reads the keys and values of each key block of the spans.
 
     home    for each span int32 [b, x, key blocks of 64]: the block's first row in the tensor, or -2 - slot in the pool of
-            copies, or -1 for none; x: key/value heads if all heads share its keys, else heads; 1 if in the tensor's order
+            copies, or -1 for none; x: 1 if the keys are in the tensor's order, else key/value heads if all heads share the
+            span's keys, else heads
     k_pos   positions of its keys, FAR for absent ones
     keys, values    the pool of copies [slots, 64, D]
     short   scalar int32, number of blocks without a slot; None if the pool has a slot for every block that is copied
@@ -307,7 +308,8 @@ def launch_on_hopper(
 
 def build_span_table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
     """Return one key span's row of the table by which the Hopper kernel finds tensors: field (`hopper.FIELDS`) -> tensor or
-    number. `each`: blocks that are not FULL are counted block by block also if the lists have an index."""
+    number. `each`: also if the lists have an index, the row has the count of not FULL blocks up to each block, and not their
+    total alone."""
     lists = span.lists
     # The table holds addresses alone, which the kernel takes for those of numbers of these types.
     row, index = lists.row.to(torch.int64), lists.index_or_empty.to(torch.int32)
@@ -337,8 +339,8 @@ def _number_kernel(out, numbers, begin):
 def write_device_integers(numbers: Sequence[int], device: torch.device, each: int = 20) -> Tensor:
     """Write host integers to a device tensor by kernel arguments: without synchronization, and capturable in a CUDA graph.
 
-    They are encoded as odd halves, as Triton would otherwise compile a kernel for every mixture of ones, multiples of 16 and
-    large numbers.
+    Each integer is passed as two halves, both encoded as odd numbers, as Triton would otherwise compile a kernel for every
+    mixture of ones, multiples of 16 and large numbers.
     """
     out = torch.empty(len(numbers) + each, dtype=torch.int64, device=device)
     for begin in range(0, len(numbers), each):

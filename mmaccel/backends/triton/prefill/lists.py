@@ -294,7 +294,7 @@ def merge_adjacent_query_blocks(row: Tensor) -> Tensor:
     """Merge the block lists of each two neighbouring query blocks: `row` [b, h, M, 5] long, whose lists are runs of key
     blocks, to [b, h, ceil(M / 2), 5].
 
-    Key blocks that only one of the two lists become blocks with a mask, so that queries of the other do not see them.
+    Key blocks that are in only one of the two lists get a mask, so that queries of the other block do not see them.
     """
     b, h, M, _ = row.shape
     pairs = -(-M // 2)
@@ -304,9 +304,9 @@ def merge_adjacent_query_blocks(row: Tensor) -> Tensor:
 
 
 def get_cached_on_plan(plan: list[Tensor], name: Any, make: Any) -> Any:
-    """Return what `make` computes from the tensors `plan` of an attention plan, cached on the first of them: once for each
-    CUDA stream, for all layers and passes, and again after a tensor was written to. The result must not refer to them and so
-    keep them alive."""
+    """Return what `make` computes from the tensors `plan` of an attention plan. It is cached on the first of them, for each
+    CUDA stream, and shared by all layers and passes; after a tensor was written to it is computed again. The result must not
+    refer to the tensors, since that would keep them alive."""
     device = plan[0].device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     made = getattr(plan[0], "derived", None)

@@ -52,8 +52,9 @@ class Parallel(VideoDraftStrategy):
 
     Pre-verify: the target runs the last committed token alone, which verifies the first token of the window being drafted.
     If it is accepted, post-verify: the target runs the rest of that window, which verifies it and the first token of the
-    next one. A rejection returns both to pre-verify. The draft reads the prompt while the target does, and has a window
-    ready when the target's first token comes. After ParallelVLM (arXiv 2603.19610, Algorithm 1), PEARL (arXiv 2408.11850).
+    next one. A rejection returns the pipeline to pre-verify. The draft reads the prompt while the target does, and has a
+    window ready when the target's first token comes. After ParallelVLM (arXiv 2603.19610, Algorithm 1), PEARL (arXiv
+    2408.11850).
 
     In greedy decoding only ids and counts are exchanged. With sampling the draft draws each token from its own distribution,
     cut to the 1,024 likeliest, which is sent with it, and the target keeps it with probability min(1, p / q), which is exact
@@ -73,14 +74,14 @@ class Parallel(VideoDraftStrategy):
     most      the longest measured window
     prune     a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
     prune_when  "always"; or "measured": answer by answer the draft reads the whole video or what `prune` keeps of it,
-              whichever is expected to be faster by the measured steps and acceptance rate; in a session always
-              what `prune` keeps of what it retrieves
-    kv        the memory of the draft's own stream, under a target's memory of streams; null: the target's policy
+              whichever is expected to be faster by the measured steps and acceptance rate; in a session always what `prune`
+              keeps of the frames that the draft's memory shows
+    kv        in a session, the memory of the draft's own stream; null: one like the target's
     process   True: a second process, which loads the model by itself; False: this one, on a CUDA device on a second CUDA
               stream, except in a session
-    device    of the second process; None: the CUDA device after the target's if there is one, else its own
+    device    of the second process; None: the CUDA device after the target's if there is one, else the target's
     threads   of the second process on a CPU; None: as many as here
-    start_s, timeout_s  the longest wait for the process to be ready, and for a message of it while it works
+    start_s, timeout_s  the longest wait for the second process to be ready, and for a message from it later
     """
 
     service: ClassVar[str] = SERVICE
@@ -177,10 +178,11 @@ class ParallelDraftState(DraftState):
     """The draft's side of the pipeline (ParallelVLM, Algorithm 1): requests windows of drafted tokens, and proposes them.
 
     _said     committed tokens after the prompt
-    _line     the draft's tokens: the committed ones, then those drafted ahead. While a window is being drafted
-              (`_busy`) it stays as it was when that was requested
+    _line     the draft's tokens: the committed ones, then those drafted ahead. It does not change while a window is being
+              drafted (`_busy`)
     _due      whether to wait for the window being drafted; False once it is late
-    _judged   drafted tokens that this round verifies: those ahead, and the next window's first if it came in time
+    _judged   number of drafted tokens that this round verifies: those drafted ahead, and the next window's first if it came
+              in time
     _odds     for each index of `_line`, the distribution that a sampled token was drawn from
     devices   the target's devices
 

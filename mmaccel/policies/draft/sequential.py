@@ -41,18 +41,19 @@ class Sequential(VideoDraftStrategy, ChainStrategy):
     """A smaller model of the target's family drafts `window` tokens, one after the other, between the target's steps.
 
     The draft is given the whole prompt, pixels included: it sees the video; on a stream it watches what the target watches.
-    When sampling it draws from its own distribution under the same temperature, cuts and penalties as the target, which is
-    what speculative sampling needs. After Leviathan et al. 2023 (arXiv 2211.17192).
+    When sampling it draws from its own distribution under the target's temperature, limits (such as top-p) and penalties, as
+    speculative sampling needs. After Leviathan et al. 2023 (arXiv 2211.17192).
 
     Serves one beam, and on `past_key_values` of an earlier turn one sequence. A batch is drafted for and verified sequence
     by sequence, a round of each in turn: exact for each, and no faster than one prompt after the other.
 
-    model   folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
+    model   folder, hub or shipped name of the draft model, "beside" (the folder beside the target's with its name and
+            ``-draft``), or the loaded module
     window  tokens drafted a round, at least 1; fewer when fewer may still be generated
     confidence  stop drafting when the draft's top-1 probability falls below this, 0 to 1; at least one token is always
             drafted. Which token is drawn has no influence on it, so sampling stays exact
     prune   a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
-    kv      the memory of the draft's own stream, under a target's memory of streams; null: the target's policy
+    kv      in a session, the memory of the draft's own stream; null: one like the target's
     """
 
     def open(self, target: ModelView) -> DraftState:

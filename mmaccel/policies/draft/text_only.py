@@ -22,9 +22,9 @@ class TextOnly(ChainStrategy):
     """Like `sequential`, but the draft's prompt has no image and video tokens, nor the tokens that mark them.
 
     A draft step then costs as much as on a short context, however long the video. After Gagrani et al. 2024 (arXiv
-    2404.08856), whose draft is a small language model without vision. Here too `model` may be one, whatever transformers
-    loads as a causal language model with the target's tokenizer; of a model of the target's family only the language model
-    is used. Placeholders of images and videos are never proposed. On a stream it reads the words before and after the video.
+    2404.08856), whose draft is a small language model without vision. Here too `model` may be one: any causal language model
+    that transformers loads, with the target's tokenizer. Of a model of the target's family only the language model is used.
+    Placeholders of images and videos are never proposed. On a stream it reads the words before and after the video.
     """
 
     reads_text: ClassVar[bool] = True

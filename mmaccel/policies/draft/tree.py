@@ -36,11 +36,12 @@ class Tree(VideoDraftStrategy):
 
     On a stream the memory must accept trees (`StreamPolicy.allows_branches`), as all of ours do.
 
-    model  folder or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
+    model  folder or shipped name of the draft model, "beside" (the folder beside the target's with its name and ``-draft``),
+           or the loaded module
     shape  "static": EAGLE's 25 nodes in 5 levels; "dynamic": the `nodes` likeliest of `depth` levels of `width` nodes each
     depth, width, nodes  of a dynamic tree
-    prune  a pruner of stage "draft"
-    kv     the memory of the draft's own stream, under a target's memory of streams; null: the target's policy
+    prune  a pruner of stage "draft": the draft reads only what it keeps
+    kv     in a session, the memory of the draft's own stream; null: one like the target's
     """
 
     needs: ClassVar[frozenset[str]] = VideoDraftStrategy.needs | {"branches"}

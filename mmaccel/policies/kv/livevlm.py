@@ -23,8 +23,8 @@ class LiveVLM(TokenPolicy):
     After Ning et al., "LiveVLM" (2505.15269, second version). After each clip of 32 frames the tokens older than the last
     `recent` frames are cut down to the budget (`choose_tokens_across_stream`): first the most attended ones, then by score
     as many as their stretch of the stream has room for. A question sees the recent frames and, layer by layer, the pages
-    whose mean raw keys best match its mean query. All of it is on the device. Exact while the stream is shorter than what a
-    question retrieves.
+    whose mean keys (before RoPE) best match its mean query. All of it is on the device. Exact while the stream is shorter
+    than what a question retrieves.
 
     Our choices where the paper is open: the most attended tokens stay whatever their stretch holds already, and remaining
     room is filled by score, so that each layer keeps the same number; of its last incomplete clip a stream holds all tokens,

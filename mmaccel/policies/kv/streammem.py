@@ -25,10 +25,10 @@ class StreamMem(TokenPolicy):
     """Keeps the tokens that the template's words between question and answer attend to, and one prototype of each frame.
 
     After Yang et al., "StreamMem" (2508.15717). Frames similar to the one before are merged with it. After each clip of 8
-    frames the template's words stand in for a question yet unknown (passes of kind "proxy"); if a layer holds more than the
-    budget, the tokens that they attend to most are kept, of older tokens and the new clip alike, and every new frame leaves
-    the mean of its keys and of its values, weighted by that attention, at its middle. A question sees all that is held.
-    Exact, with ``similar = None``, as long as the stream fits the budget.
+    frames the template's words stand in for the question, which is not known yet (passes of kind "proxy"); if a layer holds
+    more than the budget, the tokens that they attend to most are kept, of older tokens and the new clip alike, and every new
+    frame leaves a prototype: the means of its keys and of its values, weighted by that attention, at the position of its
+    middle token. A question sees all that is held. Exact, with ``similar = None``, as long as the stream fits the budget.
 
     Our choices where the paper is open: attention is averaged over the template's words and all heads; prototypes are part
     of the budget, and compete like other tokens from the next clip on. The paper stretches positions by YaRN; here tokens

@@ -31,11 +31,12 @@ class Window(StreamPolicy):
     In a stream the prompt before the video replaces the sinks, and `window` is rounded up to whole frames. A question sees
     all of them, at positions that continue after that prompt without a gap.
 
-    A sparse pattern plans over the columns held, and of its plan each query sees what lies in its window.
+    A sparse pattern plans over all columns that are held; of the keys it chooses, each query sees those in its window.
 
     sinks   first tokens that are never evicted, as models need attention sinks
     window  columns a query sees, its own included, at least 1
-    margin  columns held beyond the window for rollback: the last run can always be rolled back, and `margin` columns more
+    margin  columns held beyond the window for rollback: the columns of the last pass can always be rolled back, and `margin`
+            more
     """
 
     sequences: ClassVar[bool] = True

@@ -16,9 +16,9 @@ class AShape(IntraPattern):
 
     Within a modality boundary both count only keys of the modality.
 
-    Exact: no block is rounded up, and with sink + window >= length it is dense attention. After MMInference (section 3.1,
-    Tables 2 and 3: sink 128, local 1024 to 4096) and StreamingLLM (arXiv 2309.17453); unlike the latter, keys keep their
-    positions. Appendix C.3 of the former mentions seven sinks; its tables, followed here, 128.
+    Exact: all other keys of a block are masked, and with sink + window >= length it is dense attention. After MMInference
+    (section 3.1, Tables 2 and 3: sink 128, local 1024 to 4096) and StreamingLLM (arXiv 2309.17453); unlike the latter, keys
+    keep their positions. Appendix C.3 of the former mentions seven sinks; its tables, followed here, 128.
     """
 
     sink: int = limited(128, at_least(0))

@@ -47,8 +47,8 @@ class SampledQueryLayout:
     """Which queries are sampled (the last ones in an order) and which keys they see; made from token layouts, not tensors.
 
     query_row [B, L] long: rows of the queries; at [B, L] long: rank of each among the keys, -1 for none. row [B, n] long:
-    rows of the keys in the key tensor, or None for its first n. seen [B, n]: whether there is a key, no later than the last
-    query. queries_are_last_keys: whether the queries are known to be the last rows and keys, in order; runs: estimated
+    rows of the keys in the key tensor, or None for its first n. seen [B, n]: whether the key exists and is not after the
+    last query. queries_are_last_keys: whether the queries are known to be the last rows and keys, in order; runs: estimated
     number of runs of consecutive ranks, by which the faster algorithm is chosen.
     """
 
@@ -67,7 +67,7 @@ class SampledQueryLayout:
         return query.gather(2, self.query_row[:, None, :, None].expand(*query.shape[:2], L, query.shape[3]))
 
     def causal_key_mask(self) -> Tensor:
-        """Return [B, L, n] bool: the keys before each sampled query."""
+        """Return [B, L, n] bool: the keys before each sampled query, the query's own key left out."""
         return torch.arange(self.seen.shape[1], device=self.at.device) < self.at[..., None]
 
     @cached_property

@@ -42,7 +42,8 @@ MOST_STRIDE = 1 << 16
 @register("sparse", "grid")
 @dataclass(frozen=True, kw_only=True)
 class Grid(IntraPattern):
-    """Attention along evenly spaced lines of stride s; a token's class is its index modulo s. Exact: no block is rounded up.
+    """Attention along evenly spaced lines of stride s; a token's class is its index modulo s. Exact: all other keys of a
+    block are masked.
 
     slash       a query of class c sees the earlier keys of class (c - p) mod s: lines parallel to the diagonal
     vertical    every query sees the earlier keys of class v
@@ -59,9 +60,10 @@ class Grid(IntraPattern):
 
     score             "mean": a class of lines weighs the mean over its members, the largest one left out, of what they get
                       from each of those queries; "contrast": the mean of the logarithms, in standard errors, which is
-                      greatest at the stride itself, where the mean of many classes under noise is greatest at one of its
-                      multiples; "sum": the sum over the members, which favours small strides
-    slack             of the strides within this share of the best the smallest wins, for multiples of a stride weigh alike
+                      greatest at the true stride; under noise "mean" may be greatest at a multiple of it, which has more
+                      classes; "sum": the sum over the members, which favours small strides
+    slack             of the strides whose score is within this share of the best, the smallest wins, as its multiples score
+                      alike
     horizontal_phase  "keys": v of the horizontal lines is that of the columns, for grids are symmetrical (section 2.2) and
                       few queries cannot show which rows are dense; "queries": the class whose queries spread their weight
                       most evenly, among the last ones

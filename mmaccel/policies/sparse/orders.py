@@ -45,7 +45,7 @@ class TokenOrder:
 def sequence_order(
     layout: TokenLayout, member: Tensor | None = None, *, block: int, size: int | None = None
 ) -> TokenOrder:
-    """Return the valid tokens of `layout` (those of `member`, bool [B, S]) in sequence order, padded to whole blocks.
+    """Return the valid tokens of `layout` (only those in `member`, bool [B, S]) in sequence order, padded to whole blocks.
 
     `size` is the most tokens of any sequence, if the host knows it; otherwise the length of the layout.
     """
@@ -129,7 +129,7 @@ class AttentionRegion:
         return self.layer.k_layout.length - self.layer.q_layout.length
 
     def key_span(self, lo: int, hi: int, first: int | None = None) -> KeySpan:
-        """Return a span of the keys, or of the `first` ones only: a query sees those that are lo .. hi - 1 ranks back."""
+        """Return a span of the keys, or of the `first` ones only: a query sees those from lo to hi - 1 ranks before it."""
         k_row, k_pos, ordered, block = self.keys.row, self.keys.rank, self.keys.count, self.layer.block
         if first is not None:
             width = min(ceil_block_count(first, block) * block, len(self.keys))
@@ -381,8 +381,9 @@ class IntraPattern(RegionPlannedPattern):
         return ceil_block_count(n_query, self.block) * each + more
 
     def estimate_blocks(self, rows: int, keys: int, share: float, region: AttentionRegion | None) -> float:
-        """Estimate the number of listed blocks for `rows` queries over `keys` keys, a mean share `share` of which is causal.
-        `region` (without tensors): given if the layout is known. Assumes the best case for what depends on the data."""
+        """Estimate the number of listed blocks for `rows` queries over `keys` keys, of which a query sees the share `share`
+        causally. `region` (without tensors): given if the layout is known. Assumes the best case for what depends on the
+        data."""
         return min(
             self.max_blocks_total(rows, keys),
             ceil_block_count(rows, self.block) * (share * keys / self.block + 1),

@@ -213,8 +213,8 @@ def _number(what: str, value: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerHeadPatterns(SparsePattern):
-    """One layer of `PerHead`: heads in `named` have patterns of their own, the others `rest`; `heads`: how many, if
-    known."""
+    """The patterns of the heads of one layer: `named` has those of some heads, `rest` is that of all others. `heads`: number
+    of heads, if known."""
 
     name: ClassVar[str] = PerHead.name
     adaptive: ClassVar[bool] = True

@@ -85,7 +85,7 @@ class SegmentedPattern(IntraPattern):
         return FrameAndTextSegments(number, torch.where(fits, offset, rank % stride), stride, high, most)
 
     def segment_sizes(self, region: AttentionRegion) -> tuple[int, int]:
-        """Return the stride and the largest number of segments of a sequence; for frames, the layout is read once."""
+        """Return the largest stride and number of segments of a sequence; for frames, read once from the device."""
         if self.stride != "frame":
             return self.stride, max(1, ceil_block_count(region.max_keys, self.stride))
 
@@ -106,16 +106,16 @@ class SFFixed(SegmentedPattern):
     side="last"     the summary is the last tokens of a segment (Child et al. 2019, arXiv 1904.10509)
     side="first"    it is the first ones, as MMInference describes its baseline (section 4.1)
 
-    stride="frame"  a segment is a frame with the marks in it; text is cut into segments as long as the longest frame of
-                    its sequence, from the token after the frame on, so that timestamps are segments of their own. Frames
-                    longer than max_stride are cut alike; a sequence without frames has segments of 128. A sequence whose
-                    segments are on average shorter than min_stride is cut evenly instead, so that `max_blocks` is an upper
-                    bound: the nearer to the frames, the tighter. In chunked prefill the longest frame is that of the keys
-                    so far
+    stride="frame"  a segment is a frame, with the separator tokens in it; text is cut into segments as long as the longest
+                    frame of its sequence, from the token after the frame on, so that timestamps are segments of their own.
+                    Frames longer than max_stride are cut alike; a sequence without frames has segments of 128. A sequence
+                    whose segments are on average shorter than min_stride is cut evenly instead. So min_stride and max_stride
+                    bound the number of blocks before planning, the tighter the nearer they are to the length of the frames.
+                    In chunked prefill the longest frame is that of the keys so far
     an int          segments of so many tokens, counted from the first
 
-    Exact: no block is rounded up. One column a frame is the pattern of MMInference (Table 2: local and stride of the lines
-    are the tokens of a frame); Child et al. have 8 to 32.
+    Exact: all other keys of a block are masked. One column a frame is the pattern of MMInference (Table 2: local and stride
+    of the lines are the tokens of a frame); Child et al. have 8 to 32.
     """
 
     summary: int = limited(1, at_least(0, " tokens of a segment"))

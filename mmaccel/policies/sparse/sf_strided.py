@@ -24,8 +24,8 @@ class SFStrided(SegmentedPattern):
     an int          a window of so many tokens and every key with (query - key) mod stride = 0
 
     The two sets need different key orders, the original one and (offset, position), so that each row is in two parts over
-    disjoint keys, merged by their log-sum-exps. Exact: no block is rounded up. After Child et al. 2019 (arXiv 1904.10509)
-    with the sizes of MMInference (Table 2: both the tokens of a frame).
+    disjoint keys, merged by their log-sum-exps. Exact: all other keys of a block are masked. After Child et al. 2019 (arXiv
+    1904.10509) with the sizes of MMInference (Table 2: both the tokens of a frame).
     """
 
     def build_plan_parts(self, region: AttentionRegion) -> tuple[Part, ...]:

@@ -22,8 +22,8 @@ class TriShape(AShape):
     know what comes after it, and its dense rows cost bottom / chunk of dense attention. Within a modality boundary they are
     the last queries of the modality. The dense rows are a part of the plan by themselves, as their lists are long.
 
-    Exact: no block is rounded up. After SCBench (LI et al. 2025, arXiv 2412.10319) with the sizes of MMInference (Table 2:
-    sink 128, local 4096, bottom 128).
+    Exact: all other keys of a block are masked. After SCBench (LI et al. 2025, arXiv 2412.10319) with the sizes of
+    MMInference (Table 2: sink 128, local 4096, bottom 128).
     """
 
     bottom: int = limited(128, at_least(0, " queries"))

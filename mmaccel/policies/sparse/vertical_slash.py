@@ -102,9 +102,10 @@ class DiagonalKeyBlocks(NamedTuple):
 
     shape [3, C] int32: sequence, offset in a key block, number of ranks; member [B, M] int32: shape of each query block;
     home [B, M] int32: key block in which its ranks begin. reach [3, B, M] int32: entry u of a shape's list is key block home
-    + 1 - u; reach has the first valid u, the end, and the first u that needs no causal mask; 0 for blocks with gaps. broken
-    [B, G] int32: the query blocks with gaps, M for none; runs [B, G, R, 2] int32: the lowest and the highest rank of each of
-    their runs, -1 for none; sure [B, G] int32: number of key blocks that all their queries see whole.
+    + 1 - u, and `reach` says which entries a query block uses: the first u, the end, and the first u that needs no causal
+    mask; 0 for blocks with gaps. broken [B, G] int32: the query blocks with gaps, M for none; runs [B, G, R, 2] int32: the
+    lowest and the highest rank of each of their runs, -1 for none; sure [B, G] int32: number of key blocks that all their
+    queries see whole.
     """
 
     shape: Tensor

@@ -44,8 +44,8 @@ class Params:
     smallest, largest  units (frames) below which a cluster is not split, and above which a semantic cluster is always split;
                        `largest` is scaled for the visual level
     tau_small, tau_large, alpha  equation 5, in multiples of the layer's mean variance at the start; see `SplitBounds`
-    new_scene  in thresholds of a visual cluster: a unit whose squared distance to the nearest one exceeds this opens a new
-               one; a visual cluster whose variance exceeds this is split however few units it has
+    new_scene  a multiple of a visual cluster's threshold: a unit whose squared distance to the nearest one exceeds it opens
+               a new cluster; one whose variance exceeds it is split however few units it has
     gain       a split must lower the variance by this share, or it is not made
     unmix      before the first thresholds are set, a cluster is split if that lowers its variance by this share: it mixes
                scenes
@@ -72,7 +72,7 @@ class Params:
         return self.make_bounds(small, large, visual)
 
     def make_bounds(self, small: Tensor, large: Tensor, visual: bool) -> SplitBounds:
-        """Return the bounds for a level with these thresholds; the largest size is scaled from the semantic level's."""
+        """Return the bounds for a level with thresholds `small` and `large` [L]; the visual level's size limit is scaled."""
         most = self.largest * (self.visual if visual else self.semantic) // self.semantic
         apart = self.new_scene if visual else math.inf
         return SplitBounds(small, large, self.alpha, self.smallest, most, apart)
@@ -109,7 +109,7 @@ class SplitBounds:
         return (self.small[:, None] + (self.large - self.small)[:, None] * share).numpy()
 
     def must_split_first_layer(self, level: ClusterTable, cluster: int) -> bool:
-        """Return whether one cluster at layer 0 must be split: `exceeds_threshold`, faster, without tensors."""
+        """Return whether one cluster at layer 0 must be split: as `exceeds_threshold`, but faster, without tensors."""
         n, s2, limit = (float(row[0, cluster]) for row in (level.size, level.variance, level.limit))
         most = max(float(self.threshold(0, int(n))), limit)
         return s2 > (1.0 if n >= self.smallest else self.apart) * most or n > self.largest

@@ -183,8 +183,8 @@ class HostStore:
         return made, self._end("seconds_in", began, fetches=1, copies_in=1, gathers=1)
 
     def count_copied(self, units: int, gathers: int = 0) -> None:
-        """Record that `gather` copied `units` units (frames) of one layer from the host; or that `gathers` copies by a
-        `GatherTable` did."""
+        """Add to the counters `units` units (frames) of one layer, which were copied from the host by `gather` or a
+        `GatherTable`, and the `gathers` copies that a `GatherTable` made."""
         self._counts["bytes_in"] += units * self.shape.nbytes
         for name in ("fetches", "copies_in", "gathers"):
             self._counts[name] += gathers

@@ -170,7 +170,7 @@ class Slabs:
         self._remove()
 
     def full_store_message(self, slots: int | None = None) -> str:
-        """Return the error message of a full store: why no slab can be added, and the fix. `slots`: a pass needs so many."""
+        """Return the error of a full store: why no slab can be added, and the fix. `slots`: how many a pass needs."""
         mend, need = "spill to disk (spill='disk'), drop frames (spill='drop_oldest')", ""
         if slots is not None:
             need = f" and a pass needs at least {slots * self._shape.nbytes}"
@@ -326,12 +326,12 @@ def view_by_unit(tensor: Tensor, tokens: int) -> Tensor:
 
 @dataclass(eq=False)
 class GatherTable:
-    """Where the units (frames) of a store's slabs and of `places` lie; a CUDA graph can capture a copy by it.
+    """Addresses of the units (frames) in a store's slabs and in `places`. A CUDA graph can capture a copy that reads them.
 
     places  tensors [m, 2, G, P, D] on the device
-    slabs   the store's tensors [slots, 2, G, P, D] in host memory, then pieces of `places`; empty once the store has others
+    slabs   the store's slabs [slots, 2, G, P, D], then `places`, cut into pieces as long; empty after the slabs change
     grain   a number of bytes that divides all addresses
-    base    one tensor long on the device, as long as the slabs or longer: the bytes from the first slab to each
+    base    a list of one tensor, long, on the device: the distance in bytes of each slab from the first; then unused space
     """
 
     places: Sequence[Tensor]
@@ -340,7 +340,7 @@ class GatherTable:
     base: list[Tensor] = field(default_factory=list)
 
     def lay(self, held: Slabs, lanes: CopyQueues, device: torch.device) -> None:
-        """List the slabs `held`, at the same place of the device if there is room; for what is behind the copies of now."""
+        """Fill the table from the slabs `held`, in its old device tensor if that has room; for copies queued from now on."""
         slabs = list(held.slabs)
         # Without slabs the first place takes their part, whatever its size.
         per = held.per if slabs else max((len(one) for one in self.places), default=0)
@@ -363,7 +363,7 @@ class GatherTable:
 
     @property
     def address(self) -> Any:
-        """A key that is equal while a captured copy by this table is valid."""
+        """A value that stays equal as long as a captured copy by this table stays valid."""
         return self.slabs and (
             self.slabs[0].data_ptr(),
             self.slabs[0].shape,
@@ -372,20 +372,20 @@ class GatherTable:
         )
 
     def copy_units(self, slot: Tensor, out: Tensor, run: Callable[[Callable[[], object]], None]) -> None:
-        """Have `run` copy the units in `slot` [n] to `out`, as `HostStore.gather`; `run` is that of a `DeviceQueue`."""
+        """Copy the units in `slot` [n] to `out`, as `HostStore.gather` does, by `run` (of a `DeviceQueue`)."""
         slabs, base, grain = self.slabs, self.base, self.grain
         run(lambda: copy_units(out, slabs, base[0], slot, grain))
 
 
 class GatherTables:
-    """The tables of a store, which all have to be laid anew when its slabs change."""
+    """The `GatherTable` objects of a store, which must all be filled again when its slabs change."""
 
     def __init__(self, slabs: Slabs, lanes: CopyQueues, device: torch.device) -> None:
         self._of, self._all = (slabs, lanes, device), weakref.WeakSet[GatherTable]()
         self._last: GatherTable | None = None
 
     def find(self, places: Sequence[Tensor] = (), held: GatherTable | None = None) -> GatherTable:
-        """Return a table of slabs and `places`: `held`, the last one, or a new one; for what is behind the copies of now."""
+        """Return a filled table of slabs and `places`: `held`, the last one, or a new one; for copies queued from now on."""
         known = (one for one in (held, self._last) if one is not None and one.places is places)
         table = next(known, None) or GatherTable(places)
         if not table.slabs:
@@ -395,6 +395,6 @@ class GatherTables:
         return table
 
     def drop(self) -> None:
-        """The slabs are others: no table reads those that were, or keeps them."""
+        """Empty all tables, since the store's slabs have changed; `find` fills them again."""
         for one in self._all:
             one.slabs = []

@@ -91,7 +91,7 @@ class Costs:
 
 
 def measure_seconds(run: Callable[[], Any], device: torch.device, busy_s: float = 0.0) -> float:
-    """Measure the seconds of `run`: the minimum of five runs after two warm-ups, by CUDA events on CUDA. There `device` is
+    """Measure the seconds of `run`: the minimum of five runs after two warm-ups, by CUDA events on CUDA. On CUDA `device` is
     kept busy for `busy_s` seconds before each run, so that launch overhead within that time is not counted."""
     if device.type == "cuda" and device != torch.device("cuda", torch.cuda.current_device()):
         with torch.cuda.device(device):  # on whose stream events are recorded

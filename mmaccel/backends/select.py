@@ -149,7 +149,7 @@ def get_op(name: str, device: torch.device | str) -> BlockAttend:
 
 
 def with_extended_support(kernel: BlockAttend, device: torch.device) -> BlockAttend:
-    """Return `kernel` if it supports parts with `Part.needs_extensions`, else the first usable on `device` that does."""
+    """Return `kernel` if it supports `Part.needs_extensions`, else the kernel of the first backend on `device` that does."""
     if getattr(kernel, "extra", True):
         return kernel
     return next(op for name in _candidates(device) if getattr(op := get_op(name, device), "extra", True))
@@ -222,8 +222,7 @@ class CostFile(Generic[Kept]):
 
 
 def cost_key(device: torch.device, shape: AttentionShape, backends: tuple[str, ...], label: str) -> str:
-    """Cache key that names all that measured costs depend on: device (for a CPU also its number of threads), shape, package
-    versions, backends and `label`."""
+    """Cache key of all that measured costs depend on: device (and threads of a CPU), shape, versions, backends, `label`."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     if device.type == "cpu":
         name += f" {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

@@ -49,8 +49,8 @@ class ConcatenatedSpan(NamedTuple):
 
     @property
     def key_count(self) -> int | None:
-        """Number n of keys, if the span holds exactly the rows 0 .. n - 1 of the key tensor, in order; None if that is not
-        known."""
+        """Number n of keys if the span is known to hold exactly the rows 0 .. n - 1 of the key tensor, in order; else
+        None."""
         return self.of.ordered if self.of.ranks else None
 
 

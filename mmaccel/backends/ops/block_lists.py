@@ -30,9 +30,9 @@ ROW = 5  # numbers of a list, in `BlockLists`
 
 
 def compact_by_mask(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of the mask `chosen` [..., n], list those entries of `value` [n] where the mask is True, padded with 0 to
-    n. Returns the lists, int32, flattened to one axis; and the number of True values before each place of a row, long [...,
-    n + 1]."""
+    """For each row of the mask `chosen` [..., n], list the entries of `value` [n] where it is True, padded with 0 to n.
+    Returns the lists, int32, flattened to one axis; and the number of True values before each place of a row, long [..., n +
+    1]."""
     n = chosen.shape[-1]
     upto = pad(chosen.long().cumsum(-1), (1, 0))
     slot = torch.where(chosen, upto[..., :-1], n)

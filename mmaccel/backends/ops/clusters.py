@@ -3,8 +3,7 @@ copies of key/value units from host memory.
 
 An *entry* is what clusters hold and a search retrieves: one unit of the stream (a frame, or a temporal patch of frames), or
 a part of one. Letters: R layers, C clusters, V visual clusters, N entries, d key size. Clusters are ranked by score, ties by
-lower number. A question's n rows begin with `count` [1] (a device tensor) words that the user wrote; the other rows are
-ignored.
+lower number. A question's n rows begin with `count` [1] (on the device) words of the user; the others are ignored.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ class ClusterMembership(NamedTuple):
 
 class EntryKeys(NamedTuple):
     """Keys by which single entries are chosen from a cluster that is retrieved only in part. `keys` [M, L, d], readable by
-    the device: the keys of M entries in L layers, of which layer `layer` is used; `read` returns those of the entries [n] as
-    float32 rows [n, d]. They are compared with `query` [d] float32, by cosine similarity if `cosine`, else by dot
-    product."""
+    the device: the keys of M entries in L layers, of which layer `layer` is used; `read` returns those of entries [n] as
+    float32 rows [n, d]. They are compared with `query` [d] float32, by cosine if `cosine`, else by dot product."""
 
     keys: Tensor
     layer: int
@@ -51,8 +49,7 @@ class EntryKeys(NamedTuple):
 
 
 class Words(NamedTuple):
-    """The query vectors of a question: `rows` [R, n, d] float32, of which the first `number` [1] belong to words of the
-    user."""
+    """A question's query vectors: `rows` [R, n, d] float32, of which the first `number` [1] belong to words of the user."""
 
     rows: Tensor
     number: Tensor

@@ -48,8 +48,7 @@ OLDER_LARGEST = 256  # the largest head size that 3 and 2 serve, in steps of 8
 
 
 class FlashAttnRelease(NamedTuple):
-    """A flash-attn release and its function. `square`: whether it is faster than PyTorch if there are as many queries as
-    keys."""
+    """A flash-attn release and its function. `square`: whether it beats PyTorch with as many queries as keys."""
 
     release: int
     call: Callable[..., Any]

@@ -1,5 +1,4 @@
-"""Fused operators of a transformer layer other than prompt attention: operations on rows, and decode steps over a static
-cache.
+"""Fused operators of a transformer layer other than prompt attention: on rows, and for decode steps over a static cache.
 
 In PyTorch an RMSNorm reads and writes its rows about seven times in full precision; here each row is read and written once.
 Results round where transformers' modules round, so they are equal. Products of few rows are bound by reading the weights.
@@ -59,8 +58,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> None
     """Apply RoPE (arXiv 2104.09864) to x [B, H, n, D] in place, by cos and sin [B or 1, n, D]. It rotates pairs of
     numbers of a head: i and i + D / 2 or, if `adjacent`, 2 i and 2 i + 1.
 
-    With cos and sin in the dtype of x each product is rounded, as in decoder layers; with float32 ones only the result is,
-    as in vision towers.
+    In the dtype of x cos and sin round each product, as in decoder layers; in float32 only the result, as in vision towers.
     """
     x.copy_(x * cos[:, None] + _paired(x, adjacent) * sin[:, None])
 

@@ -31,7 +31,7 @@ MOST_QUERIES = 128
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, queries: int, size: int) -> bool:
-    """Whether `rowwise_logsumexp`, `line_weights` and `choose_grid_lines` have a kernel for `queries` queries of head size
+    """Whether `rowwise_logsumexp`, `line_weights` and `choose_grid_lines` have kernels for `queries` queries of size
     `size`."""
     known = dtype in (torch.float16, torch.bfloat16, torch.float32)
     return (

@@ -138,8 +138,7 @@ def _convolve_kernel(
 
 
 def convolve_silu(x, weight, *, rows=32, channels=128):
-    """Launch `ops.delta.convolve_silu`: causal convolution of x [B, S, C] and SiLU; one program for `rows` rows and
-    `channels` channels."""
+    """Launch `ops.delta.convolve_silu`: causal convolution of x [B, S, C] and SiLU; a program has `rows` x `channels`."""
     (B, S, C), taps = x.shape, weight.shape[1]
     out = torch.empty(B, S, C, dtype=x.dtype, device=x.device)
     channels = min(channels, triton.next_power_of_2(C))

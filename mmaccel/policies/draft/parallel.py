@@ -53,8 +53,8 @@ class Parallel(VideoDraftStrategy):
     Pre-verify: the target runs the last committed token alone, which verifies the first token of the window being drafted.
     If it is accepted, post-verify: the target runs the rest of that window, which verifies it and the first token of the
     next one. A rejection returns the pipeline to pre-verify. The draft reads the prompt while the target does, and has a
-    window ready when the target's first token comes. After ParallelVLM (arXiv 2603.19610, Algorithm 1), PEARL (arXiv
-    2408.11850).
+    window ready when the target's first token comes. After ParallelVLM (arXiv 2603.19610, Algorithm 1) and PEARL
+    (2408.11850).
 
     In greedy decoding only ids and counts are exchanged. With sampling the draft draws each token from its own distribution,
     cut to the 1,024 likeliest, which is sent with it, and the target keeps it with probability min(1, p / q), which is exact
@@ -181,8 +181,7 @@ class ParallelDraftState(DraftState):
     _line     the draft's tokens: the committed ones, then those drafted ahead. It does not change while a window is being
               drafted (`_busy`)
     _due      whether to wait for the window being drafted; False once it is late
-    _judged   number of drafted tokens that this round verifies: those drafted ahead, and the next window's first if it came
-              in time
+    _judged   number of drafted tokens that this round verifies: those ahead, and the next window's first if in time
     _odds     for each index of `_line`, the distribution that a sampled token was drawn from
     devices   the target's devices
 

@@ -17,8 +17,7 @@ from mmaccel.core.registry import at_least, limited, register
 @register("draft", "prompt_lookup")
 @dataclass(frozen=True, kw_only=True)
 class PromptLookup(DraftStrategy):
-    """Find the last tokens of the sequence earlier in the prompt or the answer, and propose the tokens that followed them
-    there.
+    """Find the last tokens of the sequence earlier in prompt or answer, and propose the tokens that followed them there.
 
     The longest n-gram (n tokens in a row) is tried first; of several matches the last one counts. After prompt lookup
     decoding (Saxena 2023). Serves one beam, and on `past_key_values` of an earlier turn one sequence.

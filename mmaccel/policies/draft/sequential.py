@@ -47,8 +47,8 @@ class Sequential(VideoDraftStrategy, ChainStrategy):
     Serves one beam, and on `past_key_values` of an earlier turn one sequence. A batch is drafted for and verified sequence
     by sequence, a round of each in turn: exact for each, and no faster than one prompt after the other.
 
-    model   folder, hub or shipped name of the draft model, "beside" (the folder beside the target's with its name and
-            ``-draft``), or the loaded module
+    model   folder, hub or shipped name of the draft model, "beside" (the target's folder plus ``-draft``), or the loaded
+            module
     window  tokens drafted a round, at least 1; fewer when fewer may still be generated
     confidence  stop drafting when the draft's top-1 probability falls below this, 0 to 1; at least one token is always
             drafted. Which token is drawn has no influence on it, so sampling stays exact

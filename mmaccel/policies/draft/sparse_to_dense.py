@@ -31,8 +31,7 @@ from mmaccel.policies.kv.full import FullState
 @register("draft", "sparse_to_dense")
 @dataclass(frozen=True, kw_only=True)
 class SparseToDense(DraftStrategy):
-    """The target drafts for itself: its own weights draft over a sparse copy of its KV cache, and verify over the whole
-    cache.
+    """The target drafts for itself: its own weights draft over a sparse copy of its KV cache, and verify over all of it.
 
     During prefill each key/value head of each layer chooses the video columns to which the question attends most; all text
     stays. After each verification the draft continues from the target's own keys and values, and those of its drafted tokens

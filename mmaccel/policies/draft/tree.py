@@ -36,8 +36,7 @@ class Tree(VideoDraftStrategy):
 
     On a stream the memory must accept trees (`StreamPolicy.allows_branches`), as all of ours do.
 
-    model  folder or shipped name of the draft model, "beside" (the folder beside the target's with its name and ``-draft``),
-           or the loaded module
+    model  folder or shipped name of the draft model, "beside" (the target's folder plus ``-draft``), or the loaded module
     shape  "static": EAGLE's 25 nodes in 5 levels; "dynamic": the `nodes` likeliest of `depth` levels of `width` nodes each
     depth, width, nodes  of a dynamic tree
     prune  a pruner of stage "draft": the draft reads only what it keeps

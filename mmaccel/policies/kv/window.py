@@ -35,8 +35,7 @@ class Window(StreamPolicy):
 
     sinks   first tokens that are never evicted, as models need attention sinks
     window  columns a query sees, its own included, at least 1
-    margin  columns held beyond the window for rollback: the columns of the last pass can always be rolled back, and `margin`
-            more
+    margin  columns held beyond the window for rollback: the last pass can always be rolled back, and `margin` columns more
     """
 
     sequences: ClassVar[bool] = True

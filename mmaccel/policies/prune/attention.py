@@ -1,5 +1,5 @@
-"""The `attention` pruner (SpecVLM): a draft keeps what the target's question attends to most, and an even sample of the
-rest."""
+"""The `attention` pruner (SpecVLM): a draft keeps what the target's question attends to most, and samples the rest
+evenly."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ class DyCoke(TokenPruner):
     """Prunes redundant video tokens before the language model, and hides some cached ones from decoding steps. First, of
     each four frames of a video the second and the fourth lose the share `drop` of their tokens: those most similar to the
     token of the same cell in the frame before. Then the third loses as much by similarity to the first. While decoding,
-    layers from `layer` on see the best 1 - `forget` of the cached video tokens, by the attention of the newest token in the
-    layer before, a mean over heads; they are chosen anew when that attention has a cosine below `refresh` with the one of
-    the last choice. Hidden tokens stay cached and may return. Images lose nothing, as they have no frame before them.
+    layers from `layer` on see only the share 1 - `forget` of the cached video tokens, those with the most attention from the
+    newest token in the layer before, a mean over heads; they are chosen anew when that attention has a cosine below
+    `refresh` with the one of the last choice. Hidden tokens stay cached and may return. Images lose nothing.
 
     Lossy. After Tao et al. (arXiv 2411.15024). What a frame loses is rounded so that (1 - drop) of it, rounded down, stays;
     a last group of fewer than four frames is pruned alike; frames of unlike grids are left alone. In the released code a

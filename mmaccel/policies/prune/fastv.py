@@ -34,7 +34,8 @@ class FastV(ScorePruner):
 
     @classmethod
     def averaging(cls, share: float, depth: int, layer: int = 2) -> FastV:
-        """Return a FastV that keeps `share` of the visual tokens, averaged over `depth` layers; may raise `RecipeError`."""
+        """Return a FastV that keeps `share` of the visual tokens, averaged over `depth` layers. Raises `RecipeError` if the
+        first `layer` layers, which keep all, exceed that share."""
         rest = (share * depth - layer) / (depth - layer)
         if not 0 <= rest <= 1:
             raise RecipeError(

@@ -31,7 +31,7 @@ LAYERS, DEPTH = (2, 6, 15), 32
 @register("prune", "sparsevlm")
 @dataclass(frozen=True, kw_only=True)
 class SparseVLM(TokenPruner):
-    """Chosen text tokens (raters) score the visual tokens after each of `layers`; the best stay, the best of the rest are
+    """Chosen text tokens (raters) score the visual tokens after each of `layers`; the best stay, some of the rest are
     merged.
 
     Raters are chosen once, from the input embeddings: for each visual token a softmax of its products with the tokens of the

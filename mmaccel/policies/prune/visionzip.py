@@ -30,10 +30,10 @@ class VisionZip(TokenPruner):
     """Before the language model, each frame keeps its dominant tokens and its contextual ones.
 
     Dominant: those that the tower's class token attends to most in its last layer, a mean over heads; in a tower without
-    one, as most are, those that the other tokens of the frame attend to, a mean over queries too. Contextual: of the rest,
-    some at even steps; every token that is neither joins the one whose vision key is most similar to its own (cosine), and
-    the group becomes its mean. Both keep their cells, so layouts stay valid. An image is a frame; its finer tiles are
-    together one more frame, but each is scored by itself.
+    one, as most are, those that the other tokens of the frame attend to, a mean over queries too. Contextual: evenly spaced
+    ones of the rest; every token that is neither joins the one whose vision key is most similar to its own (cosine), and the
+    group becomes its mean. Both keep their cells, so layouts stay valid. An image is a frame; its finer tiles are together
+    one more frame, but each is scored by itself.
 
     Lossy. After Yang et al. (arXiv 2412.04467). The paper counts 54 dominant and 10 contextual tokens; as frames of models
     differ, the fields are shares; the defaults give 54 and 10 of LLaVA-OneVision's 196. Scores and keys are pooled as the
@@ -41,9 +41,8 @@ class VisionZip(TokenPruner):
     those averaged.
 
     retention   share of a frame's tokens that is kept, rounded down
-    carry       whether the part of a token that rounding takes from a frame goes to the next frame of its size, so that the
-                whole video keeps its share: of frames of 16 tokens, a tenth is then one or two tokens of each, and not
-                always one
+    carry       whether what rounding takes from a frame goes to the next frame of its size, so that the whole video keeps
+                its share: of frames of 16 tokens, a tenth is then one or two tokens each, and not always one
     contextual  share of those that are contextual, rounded to the nearest
 
     On a stream each frame is pruned before it is stored, and kept tokens are renumbered (`compact`), as in the released

@@ -124,7 +124,7 @@ class ModalityBoundary(RegionPlannedPattern):
         return total
 
     def head_pattern_names(self, heads: int) -> tuple[str, ...]:
-        """Return a name for each head, as "boundary_2d(grid)": this boundary, then its pattern for video, else for text."""
+        """Return one name `heads` times, as "boundary_2d(grid)": with the pattern of video, else of text, else of image."""
         for m in (VIDEO, TEXT, IMAGE):
             patterns = self.modality_groups[m if m in self.modality_groups else None]
             pattern = patterns[m if m in patterns else None]

@@ -62,8 +62,7 @@ class Grid(IntraPattern):
                       from each of those queries; "contrast": the mean of the logarithms, in standard errors, which is
                       greatest at the true stride; under noise "mean" may be greatest at a multiple of it, which has more
                       classes; "sum": the sum over the members, which favours small strides
-    slack             of the strides whose score is within this share of the best, the smallest wins, as its multiples score
-                      alike
+    slack             the smallest stride whose score is within this share of the best wins, as its multiples score alike
     horizontal_phase  "keys": v of the horizontal lines is that of the columns, for grids are symmetrical (section 2.2) and
                       few queries cannot show which rows are dense; "queries": the class whose queries spread their weight
                       most evenly, among the last ones

@@ -15,9 +15,8 @@ class KBoundary(OneSidedModalityBoundary):
 
     Only keys are split by modality; queries stay in order, and the last ones of the prompt are used for estimates
     (MMInference, section 2.3 and Figure 6a). Windows, columns and lines count only keys of their modality. `text`, `image`
-    and `video` each hold a pattern ("a_shape", "dense", "grid", "vertical_slash", ...), by name, as a mapping
-    such as ``{"name": "grid", "stride": "free"}``, or as an object; null leaves a modality's keys out. They all have the
-    boundary's block size.
+    and `video` each hold a pattern ("a_shape", "dense", "grid", "vertical_slash", ...), by name, as a mapping such as
+    ``{"name": "grid", "stride": "free"}``, or as an object; null leaves a modality's keys out. All have its block size.
     """
 
     @property

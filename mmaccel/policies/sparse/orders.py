@@ -381,9 +381,8 @@ class IntraPattern(RegionPlannedPattern):
         return ceil_block_count(n_query, self.block) * each + more
 
     def estimate_blocks(self, rows: int, keys: int, share: float, region: AttentionRegion | None) -> float:
-        """Estimate the number of listed blocks for `rows` queries over `keys` keys, of which a query sees the share `share`
-        causally. `region` (without tensors): given if the layout is known. Assumes the best case for what depends on the
-        data."""
+        """Estimate the number of listed blocks for `rows` queries over `keys` keys; `share`: of the keys, seen causally.
+        `region` (without tensors): given if the layout is known. Assumes the best case for what depends on the data."""
         return min(
             self.max_blocks_total(rows, keys),
             ceil_block_count(rows, self.block) * (share * keys / self.block + 1),

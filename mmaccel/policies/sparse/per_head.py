@@ -36,9 +36,9 @@ FIX = "give a file that `mmaccel search` wrote"
 class PerHead(SparsePattern):
     """Each head of each layer follows the pattern that a table gives it (MMInference, section 3.3 and Algorithm 4).
 
-    table    "shipped": the file heads.json in the model's folder; or the path of a file that `mmaccel search` wrote, in a
-             YAML file counted from its folder; or the choices themselves,
-             ``{layer: {head: {"name": "grid", "stride": "free"}}}``
+    table    "shipped": the file heads.json in the model's folder; or the path of a file that `mmaccel search` wrote (a
+             relative path in a YAML file starts at that file's folder); or the choices themselves, ``{layer: {head: {"name":
+             "grid", "stride": "free"}}}``
     default  the pattern of layers and heads that the table does not name; None: dense. With "shipped", if the
              model's folder has no table, the pattern of all heads; then None raises `RecipeError`
 
@@ -285,7 +285,7 @@ class LayerHeadPatterns(SparsePattern):
 def read_head_table(path: str | Path) -> dict[str, Any]:
     """Read a table of head patterns: `model` (fingerprint), `weights` (their checksum), `context` (tokens that its budgets
     are for), `block`, `layers` (for each layer and head a mapping with its `pattern` and measurements), and whatever else
-    the search wrote. Raises `RecipeError` in one sentence."""
+    the search wrote. Raises `RecipeError` for a file that cannot be read, is no such table, or has another version."""
     where = f"table {quoted(str(path), outside.PATH)}"
     table = outside.read_json(path, where, RecipeError, fix=FIX)
     if not isinstance(table, dict) or table.get("kind") != KIND:

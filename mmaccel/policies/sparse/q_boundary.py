@@ -16,8 +16,7 @@ class QBoundary(OneSidedModalityBoundary):
     Rows are permuted, so that the lines and windows of a modality that other segments interrupt are contiguous in its
     queries (MMInference, Algorithm 2). Positions are those of the whole sequence. `text`, `image` and `video` each hold a
     pattern ("a_shape", "dense", "grid", "vertical_slash", ...), by name, as a mapping such as ``{"name": "grid", "stride":
-    "free"}``, or as an object; null leaves a modality's queries without keys. They all have the boundary's block
-    size.
+    "free"}``, or as an object; null leaves a modality's queries without keys. All have the boundary's block size.
 
     For one pattern for all queries, the paper's no-boundary head, use that pattern itself.
     """

@@ -188,8 +188,7 @@ class FrameResidueClasses:
 def stable_class_order(number: Tensor, most: int) -> Tensor:
     """Return the indices [..., n] that sort tokens by class `number` [..., n], stably; classes from `most` on come last.
 
-    Sorting costs time per bit of the numbers, so small ones are cast to 16 bits, which takes a quarter of the kernel
-    launches.
+    Sorting costs time per bit of the numbers, so small ones are cast to 16 bits: a quarter of the kernel launches.
     """
     number = number.clamp(max=most)
     return (number.to(torch.int16) if most < 2**15 else number).argsort(stable=True, dim=-1)
@@ -233,8 +232,7 @@ class StrideClassPairing:
 def estimate_frame_phases(
     sample: LastQueryAttention, frames: FrameResidueClasses, search: StrideSearch
 ) -> StrideResidueClasses:
-    """Return the classes of `frames` and, for each head, the phases of the lines that get most attention from the last
-    queries."""
+    """Return the classes of `frames` and, for each head, the phases of lines to which the last queries attend most."""
     layout, classes = sample.sample, search.most + 1
     own = frames.number[..., : sample.key_count]
     pairing = memoize_while_tracing(

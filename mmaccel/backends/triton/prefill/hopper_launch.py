@@ -108,8 +108,8 @@ class KeyLocations:
     """Where TMA reads the keys and values of each key block of the spans.
 
     home    for each span int32 [b, x, key blocks of 64]: the block's first row in the tensor, or -2 - slot in the pool of
-            copies, or -1 for none; x: 1 if the keys are in the tensor's order, else key/value heads if all heads share the
-            span's keys, else heads
+            copies, or -1 for none; x: 1 if in the tensor's order, else key/value heads if all heads share its keys, else
+            heads
     k_pos   positions of its keys, FAR for absent ones
     keys, values    the pool of copies [slots, 64, D]
     short   scalar int32, number of blocks without a slot; None if the pool has a slot for every block that is copied
@@ -308,8 +308,7 @@ def launch_on_hopper(
 
 def build_span_table_row(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
     """Return one key span's row of the table by which the Hopper kernel finds tensors: field (`hopper.FIELDS`) -> tensor or
-    number. `each`: also if the lists have an index, the row has the count of not FULL blocks up to each block, and not their
-    total alone."""
+    number. `each`: if lists have an index too, count the blocks that are not FULL up to each block, not just in all."""
     lists = span.lists
     # The table holds addresses alone, which the kernel takes for those of numbers of these types.
     row, index = lists.row.to(torch.int64), lists.index_or_empty.to(torch.int32)

@@ -39,8 +39,7 @@ def centroid_variance_size(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def welford(c: Array, s2: Array, n: Array, u: Array) -> tuple[Array, Array]:
-    """Return centroid and variance of a cluster (c, s2, n) once point `u` [..., d] has joined it (Mosaic, equations 3,
-    4)."""
+    """Return centroid and variance of a cluster (c, s2, n) after point `u` [..., d] joined it (Mosaic, equations 3, 4)."""
     size = n.astype(c.dtype)
     away = u - c
     new = c + away / (size + 1)[..., None]

@@ -86,8 +86,8 @@ class SplitBounds:
     Small clusters have the lower bound, as the equation's symbols say (the paper's prose says the opposite). This only makes
     up for their population variance, which underestimates that of few points by (n - 1) / n.
 
-    A cluster of fewer than `smallest` units is split only if its variance is above `apart` thresholds: it then mixes scenes
-    that occur once each, for lack of clusters in k-means, and its summary token would be a mean of unrelated frames.
+    A cluster of fewer than `smallest` units is split only if its variance is above `apart` times the threshold: it then
+    mixes scenes that occur once each, for lack of clusters in k-means, and its summary token would mix unrelated frames.
     """
 
     small: Tensor

@@ -73,7 +73,7 @@ def _again(last: SavedUnitsFile | None, units: list[int], path: Path) -> SavedUn
 
 
 def read_store(store: Any, folder: Path, end: int) -> None:
-    """Read the units (frames) below `end` saved in `folder` into the empty `store`; raises `StoreError`."""
+    """Read the units (frames) below `end` saved in `folder` into the empty `store`; raises `StoreError` if that fails."""
     try:
         index = outside.read_json(folder / INDEX, INDEX, StoreError, fix="save it again")
         if index["version"] not in VERSIONS:

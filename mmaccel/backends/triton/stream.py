@@ -1,5 +1,4 @@
-"""Triton kernels of `ops.clusters` (retrieval in a stream), and the functions that launch them, with the operators'
-arguments.
+"""Triton kernels of `ops.clusters` (retrieval in a stream), and functions that launch them, with the operators' arguments.
 
 Clusters are ranked by comparing each with all others. Units of keys and values are read by the device from pinned host
 memory in one launch, by an index that the host need not know.

@@ -136,8 +136,7 @@ class HostStore:
 
     @torch.no_grad()
     def fetch(self, layer: int, units: Sequence[int], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return keys and values, each [G, n * P, D] on the device, of `units` (frames) in the given order, all of which
-        must be held.
+        """Return keys and values, each [G, n * P, D] on the device, of `units` (frames), all held, in the given order.
 
         out     [2, G, n * P, D] to write to: keys, then values; the last two dimensions dense
         """

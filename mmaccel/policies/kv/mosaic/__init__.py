@@ -338,7 +338,7 @@ class Mosaic(ArchivedPolicy):
     Exact while all frames fit into `frames` and also into `window`, and none was forgotten. The recipe `mosaic-paper`
     follows the paper where the defaults differ.
 
-    positions  as in `rekv`, but "original" by default: with "compact" ones, summary tokens would lose their time
+    positions  "original" by default, where `rekv` has "compact": at compact ones, summary tokens would lose their time
     """
 
     FORMER: ClassVar[Mapping[str, FormerField]] = {

@@ -29,8 +29,9 @@ Generation = tuple[Tensor, Report]
 class Answer:
     """The text of an answer, why it ended, and its report.
 
-    `text` is without special tokens; `raw` keeps those before the end of the turn; `report` is that of the run;
-    `finish_reason` is "stop", "length" or "positions", as in `core.decoding.generate.Answer`.
+    `text` has no special tokens; `raw` has those that came before the end of the turn. `report` covers the whole call, with
+    all prompts of the batch. `finish_reason`: "stop" (an end-of-text token came), "length" (`max_new_tokens` were made) or
+    "positions" (the model has no more positions).
     """
 
     text: str
@@ -52,7 +53,8 @@ def prompt_inputs(
 def generate(
     model: nn.Module | Accelerated, inputs: Mapping[str, Tensor], recipe: Recipe | None = None, **options: Any
 ) -> Generation:
-    """Generate new ids [B, n], greedily by default, and return them with the report; a plain model is run under `recipe`."""
+    """Generate new ids [B, n], greedily by default, and return them with the report. A plain model runs under `recipe`; an
+    `Accelerated` one keeps its own recipe."""
     attach: AbstractContextManager[Accelerated] = (
         nullcontext(model) if isinstance(model, Accelerated) else accelerate(model, recipe)
     )
@@ -81,9 +83,10 @@ def answer_prompts(
     max_new_tokens: int = MAX_NEW_TOKENS,
     streamer: Any = None,
 ) -> list[Answer]:
-    """Return the greedy answers to a batch of prompts `inputs`; a plain model is accelerated by `recipe` during the call.
+    """Return the greedy answers to the batch of prompts `inputs`. A plain model runs under `recipe`; an `Accelerated` one
+    keeps its own recipe.
 
-    All answers share the report of the batch, whose shares and prompt tokens are means over it.
+    All answers share one report, whose shares and `prompt_tokens` are means over the batch.
     """
     ids, report = generate(model, inputs, recipe, max_new_tokens=max_new_tokens, streamer=streamer)
     plain = model.model if isinstance(model, Accelerated) else model
@@ -119,15 +122,15 @@ def end_token_ids(model: nn.Module, tokenizer: Any) -> set[int]:
 
 
 def draft_metrics(run: Generation, plain: Generation | None = None) -> dict[str, Any]:
-    """Return JSON-ready figures of a generation of one prompt with a draft, and of a `plain` one without, if that was run.
+    """Return JSON-ready figures of `run`, a generation of one prompt with a draft; `plain` is the same without the draft.
 
-    kept          accepted tokens per round, mean: M without the target's own token (SpecVLM, PEARL)
-    a_step        tokens per target step, mean: M with it (vLLM, Spec-Bench; plain decoding has 1)
-    streak        accepted tokens in a row, over rounds if the draft runs ahead (ParallelVLM's adaptive length), mean
-    share         accepted tokens over drafted tokens up to each first rejection
-    tokens_per_s  after the first token, without `draft_wait_s`, in which the draft read the prompt; `plain_per_s` without
-                  draft (None: not run), `speedup` over it, which counts the wait
-    same          True if tokens equal those without draft, or that was not run; `check_rounding` judges a difference
+    kept          mean accepted tokens per round, the target's own token not counted (M of SpecVLM and PEARL)
+    a_step        mean new tokens per step of the target, its own token counted (M of vLLM and Spec-Bench; 1 without a draft)
+    streak        mean accepted tokens in a row, over rounds if the draft runs ahead (ParallelVLM's adaptive length)
+    share         accepted tokens over drafted tokens; tokens after the first rejection of a round are not counted
+    tokens_per_s  tokens per second after the first token, without `draft_wait_s`, in which the draft read the prompt
+    plain_per_s   tokens per second of `plain`, and `speedup` over it with the wait counted (None: no `plain`)
+    same          whether the tokens equal those of `plain` (True: no `plain`); `check_rounding` judges a difference
     """
     (ids, report), draft = run, run[1].draft
     lengths, steps, pace = draft["lengths"], draft["target_steps"], report.tokens_per_s
@@ -161,7 +164,7 @@ def draft_metrics(run: Generation, plain: Generation | None = None) -> dict[str,
 class RoundingCheck:
     """Result of comparing two greedy generations of one model.
 
-    first   first new token where they differ; None: they are equal
+    first   index of the first new token where they differ; None: they are equal
     gap     difference, in fp32, of the logits of the two candidate tokens there
     slack   largest change of any logit there, in the model's own precision, between a one-row and a many-row pass
     ended   one generation is a prefix of the other and ends at `first`, which rounding cannot explain
@@ -174,7 +177,7 @@ class RoundingCheck:
 
     @property
     def is_explained(self) -> bool:
-        """Whether rounding explains the difference, if any: the logit gap is at most `slack`, and none `ended` early."""
+        """Whether there is no difference, or rounding explains it: `gap` is at most `slack`, and none `ended` early."""
         return self.first is None or (not self.ended and self.gap <= self.slack)
 
 
@@ -189,9 +192,10 @@ def check_rounding(
 ) -> RoundingCheck:
     """Check whether `ours` [n] and `plain` [m], greedy new ids after the prompt `inputs`, differ by rounding alone.
 
-    A draft's window is verified by kernels for several rows, which in low precision may flip a near tie. At the first
-    difference the logits of the two candidates are compared in fp32 (`exact`: the model in fp32, else a copy is made). Their
-    gap may be at most the largest change of any logit there between a one-row and a `window`-row pass.
+    A target verifies drafted tokens in one pass of several rows. Its kernels round otherwise than those of one row, which
+    may flip a near tie in low precision. At the first difference the logits of the two candidates are compared in fp32
+    (`exact`: the model in fp32; None: a copy is made). Their gap may be at most the largest change of any logit there
+    between a one-row and a `window`-row pass. Raises `MmaccelError` if the first token differs, which no draft changes.
     """
     length = min(ours.numel(), plain.numel())
     differ = (ours[:length] != plain[:length]).nonzero()

@@ -136,7 +136,7 @@ def answer_with_each_recipe(
 ) -> tuple[dict[str, Answer], int]:
     """Answer the question under each of `recipes`, in order; also return the number of video tokens in the prompt.
 
-    A short warm-up run comes first, so that the first recipe is not timed with it.
+    With several recipes a short untimed run comes first, so that start-up costs do not count against the first recipe.
     """
     text = {"type": "text", "text": question}
     if len(recipes) > 1:

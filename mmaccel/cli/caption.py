@@ -35,7 +35,8 @@ def caption(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Describe a video at length; the text streams, then speed-up, accepted lengths and the memory-bound limit are shown."""
+    """Describe a video at length. Prints the text as it is generated, then the draft's speed-up and accepted lengths, and
+    the highest decoding speed that the memory bandwidth allows."""
     chosen = choices.load_recipe(recipe, draft)
     if not chosen.draft.active:
         raise RecipeError(f"recipe {recipe!r} drafts nothing; name one that does, such as parallelvlm.")

@@ -207,14 +207,16 @@ YES = "yes"
 
 
 def build_default_policy(slot: str, name: str, **fields: Any) -> Any:
-    """Build a policy with default fields; a draft that needs a model gets a placeholder name."""
+    """Build the policy `name` of recipe field `slot`, with defaults except for `fields`. A draft that needs a model gets a
+    placeholder for the model's name."""
     if policy_has_field(slot, name, "model"):
         fields = {"model": "a-draft", **fields}
     return policy(slot, {"name": name, **fields})
 
 
 def why_options_refused(works: Callable[[], object], names: Iterable[str] = ()) -> str:
-    """Return `YES` if `works` raises no `RecipeError`; else its message without `names`, so that equal reasons match."""
+    """Call `works`; return `YES`, or the message of the `RecipeError` that it raises. The quoted policy names `names` are
+    cut from the message, so that one reason has the same text for all policies."""
     try:
         works()
     except RecipeError as error:
@@ -230,7 +232,8 @@ USES: dict[str, Callable[[Recipe], object]] = {"generate": check_sequences, "Vid
 
 
 def names_by_field() -> dict[str, list[str]]:
-    """Return recipe field -> the names it can take; "own" lists pruners of a draft's prompt, "none" is an empty field."""
+    """Return recipe field -> names of policies that it can take. "own" stands for the pruner of a draft's own prompt; the
+    name "none" stands for no pruner."""
     names = {slot: list(registry(slot)) for slot in SLOTS}
     own = {name for name, cls in registry("prune").items() if cls.stage == "draft"}
     pruners = {"own": sorted(own), "prune": [name for name in names["prune"] if name not in own]}
@@ -238,12 +241,13 @@ def names_by_field() -> dict[str, list[str]]:
 
 
 def why_use_refused(use: str, names: Iterable[str] = (), **parts: Any) -> str:
-    """Return `YES`, or why a recipe of policies `parts` cannot do `use` ("generate", "VideoSession"); without `names`."""
+    """Return `YES`, or why a recipe with the policies `parts` does not support `use` ("generate" or "VideoSession"). `names`
+    are cut from the reason, as in `why_options_refused`."""
     return why_options_refused(lambda: USES[use](Recipe(**parts)), names)
 
 
 def why_pair_refused(one: str, other: str, a: str, b: str) -> str:
-    """Return `YES`, or why policy `a` of recipe field `one` and `b` of field `other` cannot be combined for any use."""
+    """Return `YES` if some use supports policy `a` in recipe field `one` with `b` in field `other`; else why none does."""
 
     told = [
         why_use_refused(

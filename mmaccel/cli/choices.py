@@ -85,9 +85,10 @@ def policy_has_field(kind: str, name: str, field: str) -> bool:
 
 
 def load_recipe(text: str, draft: str | None = None) -> Recipe:
-    """Load a recipe by name, YAML file or table of head patterns.
+    """Load a recipe by its name, or from a YAML file or a table of head patterns.
 
-    `draft` names the model of a draft strategy that takes one; if the recipe has no draft, it turns on sequential drafting.
+    `draft` is the name or folder of a draft model. It becomes the `model` of the recipe's draft strategy, if that takes one;
+    a recipe without a draft gets sequential drafting with this model.
     """
     fields = read_recipe_fields(text)
     if draft is None:
@@ -152,7 +153,8 @@ def parse_size(text: str, option: str) -> int:
 
 
 def load_session(session: VideoSession, folder: Path, asked: list[tuple[float | None, str]]) -> None:
-    """Load a saved session to ask the questions `asked`; raises `ModelError` for one whose time has passed."""
+    """Load the session saved in `folder`, to ask it the questions `asked`. Raises `ModelError` for a question whose time is
+    before the end of the saved session."""
     session.load(folder)
     for at, text in asked:
         if at is not None and at < session.seconds:
@@ -185,8 +187,8 @@ def load_supported_processor(model: str) -> Any:
 
 
 def load_cli_model(model: str, device: str, dtype: str, saved: Path | None = None) -> nn.Module:
-    """Load a model on a device, in a dtype ("auto": that of the session `saved`, or else float32 on CPU and the checkpoint's
-    own on others). Raises `ModelError` for another dtype than that of `saved`."""
+    """Load a model on a device. `dtype` "auto": that of the saved session in `saved`, or else float32 on the CPU and the
+    checkpoint's own dtype on other devices. Raises `ModelError` if `dtype` differs from that of the saved session."""
     if saved is not None and (own := load_saved_dtype(saved)) in DTYPES:
         if dtype not in ("auto", own):
             raise ModelError(
@@ -243,7 +245,8 @@ def read_video(
 def load_model_and_video(
     load: Callable[[], nn.Module], recipe: Recipe, path: str, processor: Any, progress: Progress, **how: Any
 ) -> tuple[nn.Module, Video]:
-    """Load the model by `load` and the frames by `read_video`; frames first, unless their number needs the model."""
+    """Return the model that `load` loads, and the frames that `read_video` reads with the options `how`. The frames are read
+    first, unless their number depends on the model ("auto")."""
     early = load() if how["frames"] == "auto" else None
     seen = read_video(path, processor, progress, **how, model=early, recipe=recipe)
     return load() if early is None else early, seen
@@ -281,7 +284,8 @@ def format_frame_rate(fps: float, own: float | None) -> str:
 def reconnecting_clips(
     opens: Callable[[], Any], note: Callable[[StreamEvent], None]
 ) -> Generator[Video, None, None]:
-    """Yield clips of a camera or URL that is reopened whenever it ends; each break is reported to `note` and to the user."""
+    """Yield clips of a camera or URL, which `opens` opens again whenever it ends; each break is printed and passed to
+    `note`."""
 
     def told(event: StreamEvent) -> None:
         note(event)
@@ -297,10 +301,10 @@ def reconnecting_clips(
 def clips_until_stall(
     clips: Iterator[Video], video: str, fps: float, broken: list[VideoError], *, guess: bool, quiet: bool
 ) -> Iterator[Video]:
-    """Yield clips until the source stalls or fails; that error is put into `broken`, or raised if no clip has come.
+    """Yield clips until the source ends, stalls or fails. Its error is appended to `broken`, or raised if no clip has come.
 
-    First prints the rate at which frames are read, and the source's. Raises `VideoError` if `fps` exceeds both the source's
-    mean rate and `FASTEST`; `guess`: that rate is unknown.
+    Unless `quiet`, first prints `fps`, the rate at which frames are read, and the source's mean rate. Raises `VideoError` if
+    `fps` exceeds both that mean rate and `FASTEST`. `guess`: the source's rate is only a guess, and counts as unknown.
     """
     from mmaccel.media.sampling import FASTEST
 

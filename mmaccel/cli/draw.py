@@ -66,11 +66,13 @@ def draw_pictures(
     device: Annotated[str, Option(help=choices.DEVICES)] = "auto",
     dtype: Annotated[str, Option(help=choices.TYPES)] = "auto",
 ) -> None:
-    """Draw a map of patterns by layer and head (of a table or run), or what heads of a model, or a pattern, attend to.
+    """Draw patterns by layer and head, the attention of heads, the plan of a pattern, or what a saved session retrieves.
 
-    A head is drawn in the tokens' order, and with rows and columns sorted by position in the frame and by modality; a
-    pattern by the pairs it computes on a small prompt, in the tokens' order and in its plan's. Of a saved session with
-    clusters: the cluster of each watched frame (timeline), and the frames that its questions retrieve (retrieved).
+    A table of head patterns or the JSON of a run gives a map of layers by heads. The word "heads" gives the attention of a
+    model's heads: in the tokens' order, and sorted by position in the frame and by modality. The name of a sparse pattern
+    gives the query-key pairs that it computes on a small prompt: in the tokens' order, and in that of its plan. The folder
+    of a saved session gives the cluster of each watched frame (timeline), and the frames that its questions retrieve
+    (retrieved).
     """
     from mmaccel.search.measure import CapturedLayer, visit_attention_inputs
     from mmaccel.search.picture import (
@@ -193,10 +195,10 @@ def _wanted(
 
 
 class GroundTruth:
-    """Ground truth of a synthetic world (`World.truth`).
+    """Ground truth of a synthetic video world (`World.truth`).
 
-    scenes     (begin, end, name) of each, in seconds
-    questions  question words -> the seconds of the frames that it is about
+    scenes     (begin, end, name) of each scene, in seconds
+    questions  words of a question -> the seconds of the frames that it is about
     """
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
@@ -229,7 +231,8 @@ def split_words(text: str) -> str:
 
 
 def cluster_entry_runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    """Return cluster -> its runs (begin, end) of consecutive entries (units of a stream), clusters by first entry."""
+    """Return cluster -> runs (begin, end) of consecutive entries in it, in the order of the clusters' first entries.
+    `cluster` names the cluster of each entry of a stream's memory, in order of time."""
     found: dict[int, list[tuple[int, int]]] = {}
     begin = 0
     for name, run in groupby(cluster):
@@ -242,10 +245,11 @@ def cluster_entry_runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]
 def plot_cluster_timeline(
     clusters: Mapping[str, Tensor], shown: Sequence[float], layer: int, truth: GroundTruth | None = None
 ) -> Figure:
-    """Plot the cluster of each entry (unit of the stream) over time: one lane for each cluster, ordered by first entry.
+    """Plot the cluster of each entry of a stream's memory over time: one lane for each cluster, ordered by first entry.
 
-    clusters  level -> [L or 1, N] (`VideoSession.clusters`); of levels that differ by layer, `layer` is drawn
-    shown     seconds of each time step; each step has an equal number of the N entries
+    clusters  level -> cluster of each of N entries (`VideoSession.clusters`): [L, N], of which row `layer` is drawn,
+              or [1, N] if all layers have the same
+    shown     seconds at which each time step began; each step has an equal number of the N entries
     """
     end = shown[-1] + (shown[-1] - shown[0]) / max(1, len(shown) - 1)
     owners = {name: rows[min(layer, len(rows) - 1)].tolist() for name, rows in clusters.items()}

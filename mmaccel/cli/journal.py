@@ -65,8 +65,8 @@ def journal_path(folder: Path) -> Path:
 
 
 def resume_frame_rate(folder: Path | None) -> float:
-    """Return the frames per second at which the session in `folder` last read a video (without a journal: first), or
-    `FPS`."""
+    """Return the frames per second at which the session saved in `folder` last read a video. Without a journal: at which it
+    read its first clip. If that is unknown too: `FPS`."""
     last = folder and _of_session(folder)
     return last.reading.fps if last else (folder and load_saved_frame_rate(folder)) or FPS
 
@@ -75,7 +75,7 @@ def find_resume_point(folder: Path, reading: WatchSource) -> ReadProgress | None
     """Find in the journal where the session in `folder` stopped reading this video; None if it read another one. Raises
     `VideoError` if it read this one with other options.
 
-    `whole` of the result: nothing is left, as the video was read to its end and is no longer growing.
+    The result is `whole` if nothing is left: the video was read to its end and is no longer growing.
     """
     last = _of_session(folder)
     if last is None:
@@ -171,7 +171,7 @@ class PeriodicSaver:
         self._cost = self._last - begun
 
     def save(self, whole: bool) -> bool:
-        """Save session and journal; `whole`: the video was read to its end. False if there is no folder or no frame."""
+        """Save session and journal; return False without a folder or a frame. `whole`: the video was read to its end."""
         session, folder = self._session, self._folder
         if folder is None or not len(session):
             return False

@@ -66,9 +66,9 @@ def parse_question(text: str, source: str = "--question") -> Asked:
 
 
 def read_piped_questions(given: Sequence[str]) -> list[Asked]:
-    """Read questions from standard input to its end, if it is a pipe or file; `given` are those of the options.
+    """Return the questions on standard input, read to its end, if it is a pipe or file. `given`: those of --question.
 
-    If there are also questions as options, it is read only if one of them is ``-``: it may be for another command.
+    If there are any, standard input may be meant for another command, so it is read only if one of them is ``-``.
     """
     if INPUT not in given:
         try:

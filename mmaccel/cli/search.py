@@ -55,7 +55,8 @@ def search(
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Choose a pattern for each attention head, all at equal measured cost; an interrupted search continues where it was.
+    """Choose a sparse pattern for each attention head, among patterns of equal measured cost. An interrupted search
+    continues where it stopped.
 
     The table is used by `sparse: {name: per_head, table: FILE}`; saved as heads.json in the model's folder it is the preset
     "searched".

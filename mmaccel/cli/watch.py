@@ -97,9 +97,9 @@ def watch(
 ) -> None:
     """Watch a video and answer questions about what was seen so far, with the frames that answers are based on.
 
-    A file is ingested as a stored video: each frame attends to all before it, by the recipe's pattern. A timed question or a
-    save ends the ingestion and starts a new one, whose frames see the last `window` frames before it and all since then. A
-    camera, a URL, and a file with --follow or --live are watched live.
+    A file is ingested as a stored video: each frame attends to all before it, by the recipe's sparse pattern. A timed
+    question or a save ends this ingestion and starts another, whose frames see the last `window` frames before its start and
+    all since. A camera, a URL, and a file with --follow or --live are watched live.
 
     On a terminal, type questions while it watches; Ctrl-D ends them, Ctrl-C or SIGTERM ends watching. From a pipe or file on
     standard input they are read first, one a line, unless --question gives them.
@@ -298,8 +298,8 @@ class WatchRun:
         return self.begin + 1 / self._fps - start if self.begin is not None and start <= self.begin else 0.0
 
     def split_clips_at_questions(self, clips: Iterator[Video], keeper: PeriodicSaver) -> Iterator[Piece]:
-        """Yield the clips, at the session's times, cut after the last frame before each question; `keeper` gets the
-        shift."""
+        """Yield the clips, cut after the last frame before each question. Their times are shifted to the session's, by
+        `time_shift`, which is also stored in `keeper.shift`."""
         given = self.lines
         for part in clips:
             if keeper.shift is None:
@@ -316,8 +316,9 @@ class WatchRun:
         seen: Callable[[int, int | None], None],
         pause: Callable[[], bool],
     ) -> None:
-        """Feed a piece to the session and answer its questions. `rest`, if given: the later pieces of a stored video, which
-        are ingested too, up to the next question's time, to where `pause` returns True, or to an interrupt."""
+        """Feed a piece to the session, then answer the questions due after it. `rest`: the later pieces of a stored video,
+        also ingested until a question is due, `pause` returns True or the user interrupts. `seen` gets the number of
+        frames."""
         frames, due = piece
         before = len(self._session)
         if frames is not None and rest is None:

@@ -116,7 +116,7 @@ def toy_prompt(ids: Sequence[int], **choices: Any) -> Prompt:
 
 
 def decode_greedily(rule: Rule, ids: Sequence[int], stop: Callable[[Tensor], bool]) -> list[int]:
-    """Reference: plain greedy decoding, one token at a time."""
+    """Return `ids` continued by plain greedy decoding, one token at a time, until `stop`: the reference for drafts."""
     tokens = list(ids)
     while True:
         tokens.append(int(rule(tokens).argmax()))

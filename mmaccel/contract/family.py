@@ -55,13 +55,14 @@ Row = tuple[str, str, bool]
 
 
 def check_family(model_or_class: Any, *, quiet: bool = False, device: str = "cpu") -> list[Row]:
-    """Test a model family on a tiny model of the same class as `model_or_class` (a model, its class or its model type), with
-    random weights in float32 on `device`.
+    """Test a model family on a tiny random float32 model of the class that `model_or_class` (model, class or model type)
+    names.
 
-    Compared with the plain model: the dense recipe, whole and in chunks; patterns that list every pair; patterns at less
-    than half of the pairs, with eager attention under their masks; a padded batch; drafts, token by token; a pruner that
-    keeps everything; sessions that see all frames; the model after detaching, bit for bit. The pixels of a frame must change
-    the embeddings of that frame's tokens and no others. What `unable` names must be refused. A check that raises has failed.
+    Compared with the plain model: the dense recipe, whole and in chunks; patterns that list every pair; a padded batch;
+    drafts, token by token; a pruner that keeps everything; sessions that see all frames; the detached model, bit for bit.
+    Patterns at less than half of the pairs are compared with eager attention under their masks. A frame's pixels must change
+    the embeddings of its tokens and no others. What the family states in `unable` must be refused. An exception fails a
+    check.
 
     Prints a table, unless `quiet`; returns its rows (check, result, passed). Raises `ModelError` that names failed checks.
     """

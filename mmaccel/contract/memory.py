@@ -162,8 +162,8 @@ def _count(who: str, state: KVState, want: int, when: str) -> None:
 
 
 class RotaryModel:
-    """Stands for a model of which a memory needs only RoPE. Elements i and i + D/2 are rotated by the position on axis 0,
-    those of the last such pair by the position on the last axis."""
+    """Stands for a model of which a memory needs only RoPE. Each element i < D/2 is rotated with element i + D/2: by the
+    position on axis 0, but the last such pair by the position on the last axis."""
 
     def rope_angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         axes = positions if positions.ndim == 2 else positions[None].expand(3, -1)

@@ -87,8 +87,8 @@ def wait_for_data(number: int, seconds: float) -> bool:
 
 
 def has_no_writer(file: int) -> bool:
-    """Whether no process has the file open for writing; False if the system cannot tell. Ask of a pipe only once all is
-    read."""
+    """Whether no process has the file open for writing; False if the system cannot tell. True for every pipe: ask only after
+    reading it to its end."""
     if stat.S_ISFIFO(os.fstat(file).st_mode):
         return True
     if sys.platform != "linux":

@@ -36,8 +36,8 @@ class Source(AbstractContextManager["Source"]):
     `stopped` says how a URL or pipe ended too early (empty if not); `corrupt` has the decoding times of packets that the
     container marks as corrupt; `log` has irregular times. Times start at 0 with the stream.
 
-    `timeout`: a URL, device or pipe that sends no data for so many seconds (None: `PATIENCE_S`) ends the reading, unless
-    `wait(timeout)` is given and returns True, after which the source is opened again.
+    Reading ends when a URL, device or pipe has sent no data for `timeout` seconds (None: `PATIENCE_S`). If `wait` is given,
+    `wait(timeout)` is called then; if it returns True, the source is opened again and reading continues.
 
     Raises `VideoError` if there is nothing to read: no file, a folder, no permission, not a video, no video stream; and when
     a `live` source breaks off.
@@ -299,7 +299,7 @@ class Source(AbstractContextManager["Source"]):
         return max(sum(time < last for time in self.damaged), corrupt)
 
     def is_full_duration(self, end: float) -> bool:
-        """Return whether frames up to `end` seconds are the whole source, up to rounding; False: duration unknown."""
+        """Return whether `end` seconds is the end of the source, within 1.5 frames; False if its duration is unknown."""
         return self.duration is not None and end > self.duration - 1.5 / (self.rate or 25.0)
 
     def frame_end_time(self, time: float, frame: av.VideoFrame) -> float:

@@ -179,9 +179,9 @@ def to_patches(
     """Split frames `[T, 3, H, W]` into flat patches `[t*h*w, 3 * temporal * patch * patch]`; also returns the grid (t, h,
     w).
 
-    Patches that are merged are adjacent; the last frame is repeated to fill a temporal patch. An image is one frame with
-    `video=False`, which skips the budget of a whole video. Computed on `device` (None: that of the frames). Source: Qwen2-VL
-    (arXiv 2409.12191), section 2.1.
+    Patches that the model merges into one token are adjacent rows; the last frame is repeated to fill a temporal patch. An
+    image is one frame with `video=False`, which skips the budget of a whole video. Computed on `device` (None: that of the
+    frames). Source: Qwen2-VL (arXiv 2409.12191), section 2.1.
     """
     patch, merge, temporal = _cuts(pixels)
     device = torch.device(device) if device is not None else frames.device

@@ -60,13 +60,13 @@ def read(
 ) -> Video:
     """Read a video: `fps` frames per second, `frames` evenly spaced frames, or, with neither, every frame.
 
-    - `fps`: at `start + k / fps` seconds, the frame whose presentation time is nearest, so that a variable frame rate is
-      respected; a frame more than half a tick later is not taken early: the frame before it is still shown.
+    - `fps`: at each tick `start + k / fps` (seconds), the frame whose presentation time is nearest, so that a variable frame
+      rate is respected. A frame that starts more than half a tick later is not taken, but the frame before it, still shown.
       `Video.clock` has these ticks, `Video.times` the presentation times.
     - `gaps`: at a tick that shows the same frame as the tick before, "hold" takes that frame again, "skip" takes none,
       and "mark" takes it again and lists gaps and irregular times in `Video.events` (`media.Event`).
-    - `frames`: of N frames, number `i * N // frames`, as `transformers.video_utils.load_video` does. A function gives the
-      number from N and the mean rate; if N is unknown, `fps` (at most the source's) and `max_frames` apply instead.
+    - `frames`: of N frames, number `i * N // frames`, as `transformers.video_utils.load_video` does. A function of N and the
+      mean rate returns the number; if N is unknown, `fps` (at most the source's) and `max_frames` apply in its place.
     - `start`, `stop`: seconds from the start of the video; the frame at `stop` is excluded.
     - `max_frames`: at most so many: the rate is lowered, the span stays. Where the length is unknown and the source can
       be read only once, every second frame is dropped whenever there are too many.
@@ -75,7 +75,7 @@ def read(
       shrunk to twice that size while decoding, if together they would exceed `ROOM` bytes.
     - `progress(done, total)` is called after each kept frame, also those dropped later; `options` go to PyAV's open.
     - `timeout`: seconds that a URL or a pipe may send nothing (None: 30).
-    - `faster`: whether `fps` may exceed both the source's mean rate and `FASTEST`; else that raises.
+    - `faster`: whether `fps` may exceed both the source's mean rate and `FASTEST`; if not, `VideoError` is raised.
 
     Sparse frames of a local file are reached by seeking. Raises `VideoError` if nothing can be read; warns `VideoWarning` if
     some of the requested frames could not be read: how many, and whether the source is damaged, stalled (a URL or pipe sent
@@ -156,15 +156,15 @@ def read(
 
 @dataclass(frozen=True)
 class ReadingPlan:
-    """Which frames of a file to keep: how many (None: unknown), and at what rate (0.0: unknown).
+    """Which frames of a file to keep: `total` of them (None: unknown), at `rate` frames per second (0.0: unknown).
 
     stream   (tick, time, frame) for each wanted frame, in seconds: the moment asked for, and when the frame taken for it
              is shown. The frame is None if there is none for the tick; frames taken by number have tick = time
     missing  text that says which frames promised by the header are not in the file
     slack    up to so many frames fewer than `total` count as rounding, not loss
-    end      if `total` is only mean rate times length: the second at which the last frame should end, by which lost
-             frames are found instead
-    most     the most frames to keep: of more, only every second, fourth, ... is kept
+    end      second at which the last frame should end, if `total` is an estimate (mean rate times length): then frames are
+             lost if reading ended earlier, whatever their number
+    most     the most frames to keep: whenever there are more, every second one is dropped
     """
 
     stream: Iterable[tuple[float, float, av.VideoFrame | None]]

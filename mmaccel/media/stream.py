@@ -62,9 +62,9 @@ def clips(
     `source` is a file, a file still being written (`follow=True`), a pipe, a URL, or a device with its `format` (such as
     "v4l2"). A file can be followed as fragmented mp4, MPEG-TS or Matroska: a plain mp4 has no index until it is finished.
     Times continue from clip to clip; at most two clips are in memory. `progress(done, None)` counts frames. Arguments are
-    checked at the call. A thread opens the source at the first clip and reads a few frames ahead. While waiting for a frame,
-    `check` is called about 20 times a second; if it raises, the call ends, and the next one continues. `quiet`: if a live
-    source sends no frame for so many seconds, the frames so far are returned as a shorter clip.
+    checked by this call; a thread opens the source at the first clip and reads a few frames ahead. While `next` waits for a
+    frame, it calls `check` about 20 times a second; what `check` raises ends that `next`, and another continues. `quiet`: if
+    a live source sends no frame for so many seconds, the frames so far are returned as a shorter clip.
 
     The iteration ends in three ways. It stops at the end of the source; a followed file or pipe has ended when no data came
     for `timeout` seconds and no process has it open for writing. A stall raises `VideoStalled`, after a clip of the frames

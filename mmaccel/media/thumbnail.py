@@ -22,7 +22,7 @@ SIDE = 208
 
 
 def thumbnails(video: str | os.PathLike[str] | Video) -> Callable[[float], bytes | None]:
-    """A function from seconds to the frame shown then, as JPEG bytes; `Report.save_html` takes such a function.
+    """Return a function from seconds to the frame shown then, as JPEG bytes; `Report.save_html` takes such a function.
 
     video  a file, from which each call reads one frame, or frames in memory, of which it takes the nearest
 

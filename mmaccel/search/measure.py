@@ -3,9 +3,10 @@
 A model reads one sample prompt. For each layer the attention inputs are captured, and each candidate pattern's time and
 error against dense attention are measured; then each head gets its best candidate.
 
-For each head: in each slot of each boundary type (one modality, or a pair of query and key modality) the candidate whose
-output is nearest to dense attention's over the slot's rows and keys; then the boundary type whose whole output, with these
-candidates, is nearest. The choice depends on the stored figures alone, so that a table can be recomputed from itself.
+A boundary type divides the query-key pairs into slots: by modality of the queries, of the keys, or of both. For each head,
+each slot of each boundary type takes the candidate whose output, over the slot's rows and keys, is nearest to that of dense
+attention. Then the head takes the boundary type whose whole output, with these candidates, is nearest. The choice depends on
+the stored figures alone, so that a table can be recomputed from itself.
 """
 
 from __future__ import annotations
@@ -314,10 +315,10 @@ def choose_slot_patterns(
     (`measure_candidates`). Return the pattern (a recipe mapping) and its cost over the target pattern's, at most 1 +
     `tolerance` where possible.
 
-    Each slot takes its candidate of least error, of equals the cheapest. Candidates have equal cost as a mean over heads, so
-    the choice may cost this head more than the target: then slots switch to cheaper candidates where the error grows least
-    per saving, and switch back where it fits. A candidate's cost for a head is taken in proportion to the pairs that it
-    lists for the head.
+    Each slot takes its candidate of least error; of equal ones, the cheapest. Candidates have equal cost as a mean over
+    heads, so the choice may cost this head more than the target. Then slots switch to cheaper candidates where the error
+    grows least per saving, and switch back where the cost allows it. A candidate's cost for one head is estimated from its
+    mean cost, in proportion to the pairs that it lists for the head.
     """
     candidates = space[kind]
     options = {
@@ -365,8 +366,9 @@ def _tie_limit(errors: Iterable[float]) -> float:
 
 
 def choose_head_pattern(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
-    """Return the measurements `head` of one head and the choice made by them: boundary type, pattern, score (error of the
-    whole output), cost (over the target pattern's) and share (of causal pairs).
+    """Choose a boundary type and a pattern for one head by its measurements `head` (`measure_candidates`). Return both, the
+    choice's score (error of the whole output), cost (over the target pattern's) and share (of causal pairs), and what `head`
+    has.
 
     Of boundary types with equal errors the first is chosen; "no_boundary" comes first.
     """

@@ -61,14 +61,15 @@ OPTIONS |= {"model": "model", "tolerance": "tolerance", "versions": "version of 
 class SearchSettings:
     """Settings of the search.
 
-    context    prompt length the table is for: budgets as in MMInference's Table 3 from 64k, in proportion below; None: the
-               sample's
+    context    prompt length the table is for (None: the sample's). From 64k tokens on, budgets are those of MMInference's
+               Table 3; for less they shrink in proportion
     boundaries boundary types to consider
-    tolerance  how far a candidate's cost may be from the target pattern's, as a share of it
+    tolerance  largest difference of a candidate's cost from the target pattern's, as a share of the target's
     cost       "seconds" of attention, measured on the device, or "pairs" in listed blocks, counted
-    repeats    timed runs of each measurement, and of the target beside it
-    extended   whether the space has rows of our own too, some in place of Table 3's (`space.py`)
+    repeats    timed runs of each measurement, alternating with runs of the target
+    block      tokens of a block
     backend    the backend whose costs count; "auto": the first that can run on the device
+    extended   whether to try patterns of our own too, some of them in place of Table 3's (see `space.py`)
     """
 
     context: int | None = limited(None, at_least(256, " tokens"))
@@ -234,8 +235,8 @@ class SearchProgress(JsonlFile):
     @classmethod
     @contextmanager
     def hold_lock(cls, path: Path) -> Iterator[SearchProgress]:
-        """Context that locks the progress file against other searches and reads it; `RecipeError` if another search holds
-        it, or if it holds no search. The file is deleted if it ends without a row.
+        """Context that locks the progress file against other searches and reads it. Raises `RecipeError` if another search
+        holds the lock, or if the file is not of a search. The file is deleted if it has no row when the context ends.
 
         The lock is the operating system's and ends with the process.
         """

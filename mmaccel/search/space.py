@@ -3,16 +3,16 @@ levelled, that is brought to one common cost (C.5).
 
 Rows are budgets in tokens for contexts of 64k and more. For a shorter context all budgets shrink in proportion (columns,
 diagonals and sinks in tokens, windows in whole frames), and so does the target, an A-shape of 1k global and 4k local tokens;
-strides, which are frame sizes, stay. Levelling then changes the fields that the row does not fix until attention of all
-heads takes as long as the target's on the device: sinks of an A-shape, whose row is its window; columns and diagonals of a
-vertical-slash, whose row is their ratio; the local window of a grid, whose row is its lines. The last number of Table 3's
-grids, 1024, is that window (microsoft/MInference, `minference/ops/grid_attention.py`, `n_local`). Each grid is also a
-candidate without window, as in Algorithm 1; it costs what its lines cost, often less than the target. Rows whose smallest
-budget costs more than the target are left out.
+strides, which are frame sizes, stay. A row fixes some fields of its pattern. Levelling changes the others until attention of
+all heads takes as long as the target's on the device: the sinks of an A-shape, whose window is fixed; the columns and
+diagonals of a vertical-slash, whose ratio is fixed; the local window of a grid, whose lines are fixed. The last number of
+Table 3's grids, 1024, is that window (microsoft/MInference, `minference/ops/grid_attention.py`, `n_local`). Each grid is
+also a candidate without window, as in Algorithm 1; it costs what its lines cost, often less than the target. Rows whose
+smallest budget costs more than the target are left out.
 
-With `BudgetScale.extended`, rows labelled "ours" differ from Table 3: each vertical-slash also keeps the `FIRST` tokens, and
-one row is added at several shares of the target's cost (`SHARES`), since rows are levelled on the mean of heads, and a head
-for which this row costs more than the mean can take it at a share that fits.
+With `BudgetScale.extended` there are rows of our own, labelled "ours". Each vertical-slash also keeps the `FIRST` tokens.
+One new row (first block and diagonals) is levelled at several shares of the target's cost (`SHARES`). Levelling uses the
+mean cost over heads, so a head for which the row costs more than this mean can still take it at a lower share.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ class BudgetScale:
 
 @dataclass(frozen=True)
 class BudgetTableRow:
-    """One row of MMInference's Table 3, or one of ours: its label, `make` (budget step -> pattern, a recipe mapping), and
-    `aim`, the share of the target's cost that its budget is chosen for."""
+    """One row of MMInference's Table 3, or one of ours: its label, `make` (budget step -> pattern, a recipe mapping; each
+    step multiplies the budget by `STEP`), and `aim`, the share of the target's cost that its budget is chosen for."""
 
     label: str
     make: Callable[[int], dict[str, Any]]
@@ -337,7 +337,8 @@ def find_all_budget_steps(
     """Return, for each boundary type in `kinds`, the candidates of Table 3. Each has the budget at which it costs as much as
     the target pattern, when every slot of the boundary type uses it.
 
-    `cost` and `share` measure a pattern. A type is left out if even its smallest budgets cost too much (on short prompts).
+    `cost` returns a pattern's cost over the target's, `share` its share of causal pairs. A type is left out if even its
+    smallest budgets cost too much (on short prompts); the first type then has the target pattern as its only candidate.
     """
     table = budget_rows(scale)
     first = [0] * len(table)

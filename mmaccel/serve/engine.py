@@ -65,7 +65,8 @@ class Completion:
 @dataclass(frozen=True)
 class ActiveRequest:
     """A request being served: its recipe, its `fetched` images and videos, the most new tokens (`most`), and the callback
-    `put` for pieces of the answer. `joined` is called when its prompt has been read, so that the next request's may be."""
+    `put` for pieces of the answer. `joined` is called once its prompt has been read: the next request may then read its
+    own."""
 
     request: ChatRequest
     recipe: str
@@ -106,8 +107,8 @@ class Engine:
         self.copies, self._drawing = ModelCopyPool(model, self.turns.most), threading.Lock()
 
     def find_recipe(self, model: str | None, asked: str | None) -> str:
-        """Return a request's recipe: `asked`, else RECIPE if `model` is NAME@RECIPE, else the default; may raise
-        `Refused`."""
+        """Return the name of a request's recipe: `asked`, else RECIPE if `model` is NAME@RECIPE, else the default. Raises
+        `Refused` for an unknown model or recipe."""
         name, _, inside = (model or self.name).partition("@")
         if name != self.name:
             raise Refused(404, f"model: this server has {self.name!r} alone; name that.", "model_not_found")

@@ -29,7 +29,8 @@ EVIDENCE = 16
 
 
 class Thumbnails:
-    """JPEG thumbnails of a stream's frames, by frame number; as often as there are over `most`, every second is dropped."""
+    """JPEG thumbnails of a stream's frames, by frame number. Whenever there are more than `most`, every second is
+    dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -67,12 +68,13 @@ class StreamEntry:
         self.counters: dict[str, float] = {}
 
     async def read_counters(self) -> dict[str, float]:
-        """Read the session's counters anew and return them; in a thread, since it waits for a running forward pass."""
+        """Read the session's counters anew and return them; uses a thread, since it waits for a running forward pass."""
         self.counters = await run_in_thread(self.session.counters)
         return self.counters
 
     def evidence_frames_json(self, found: tuple[Evidence, ...], pictures: bool) -> list[dict[str, Any]]:
-        """Return the `EVIDENCE` frames of `found` with most attention, JSON-ready; with thumbnails if `pictures`."""
+        """Return, JSON-ready, the frames of the evidence `found` that have the most attention, at most `EVIDENCE` of them;
+        with thumbnails if `pictures`."""
         order = sorted(found, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))[:EVIDENCE]
         told = [asdict(one) for one in order]
         for one in told if pictures else ():

@@ -189,7 +189,7 @@ Stop = Annotated[str, Field(max_length=256)]
 
 
 class ChatRequest(SamplingOptions):
-    """A chat completion as in OpenAI's API; an option of which one value alone is supported is refused with any other."""
+    """A chat completion request as in OpenAI's API. Options with a single supported value, such as `n`, accept no other."""
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=256)]
@@ -231,7 +231,8 @@ class ChatRequest(SamplingOptions):
 
 
 class SessionRequest(StrictModel):
-    """Open a stream, or resume the saved one named `resume`; for `seconds`, the client will send `fps` frames a second."""
+    """Open a stream, or resume the saved one named `resume`. The client announces that it will send `fps` frames per second
+    for `seconds`, for which the server reserves compute time and memory."""
 
     model: str | None = None
     recipe: str | None = None
@@ -261,8 +262,8 @@ class TimedTextLine(StrictModel):
 
 
 class FramesRequest(StrictModel):
-    """Frames for a stream, each a data URL or base64, with their times in seconds or their rate; or a video, watched at
-    `fps` frames per second, or with `stored` ingested as a whole. `text` may come with them or alone."""
+    """Frames for a stream, each in base64 or as a data URL, with their `times` in seconds or their rate `fps`. Or a video:
+    watched at `fps` frames per second, or with `stored` ingested as a whole. Lines of `text` may come with them or alone."""
 
     text: Annotated[list[TimedTextLine], Field(max_length=256)] = []
     frames: list[str] = []

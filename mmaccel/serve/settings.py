@@ -32,12 +32,14 @@ class Limits:
     frames          frames of a video, or in one call of a stream; `visuals`: videos and images of a request
     pixels          pixels of a frame; `video_seconds` of a video; `decoded_bytes` of all frames of a request
     text            characters of all messages; `new_tokens` of an answer; `seconds` that a request may take
-    at_once         requests that run at a time, beside at most `together` whose prompts are read and which are decoded in
-                    shared steps; `waiting` requests in the queue; `fetching` concurrent downloads of one caller
+    at_once         requests at a time that read their prompts or are decoded alone; `together`: further requests whose
+                    prompts have been read and which are decoded, in shared steps; `waiting`: requests in the queue
+    fetching        concurrent downloads of one caller
     sessions        open streams of all callers; `own_sessions` of one; closed after `idle_seconds` without a request
     busy            share of the time that frames of all streams may take; the rest is for answers
-    memory_bytes    bytes of all streams, on all devices and disks; `saves`: saved streams of one caller, of `saved_bytes`;
-                    under Ray also its open streams on all replicas
+    memory_bytes    bytes of all streams, on all devices and disks
+    saves           saved streams of one caller, and `saved_bytes` of them; under Ray the same limits hold once more for its
+                    open streams on all replicas
     sockets         WebSockets of one caller; `message_bytes` of one message, and of all frames that wait
     calls           concurrent questions and calls with frames on one caller's streams; more wait
     kept            videos cached for the next question, of `kept_bytes` in all

@@ -11,8 +11,9 @@ from mmaccel.serve.settings import Refused
 
 
 class FairQueue:
-    """Queue of requests that gives a turn to one caller after the other. At most `first` requests have a turn, and `waiting`
-    wait for one. A request may give its turn up and go on running; at most `more` do so at a time (`most` run in all)."""
+    """Queue of requests in which callers take turns: one request of a caller, then one of the next caller. At most `first`
+    requests hold a turn, and at most `waiting` wait for one. A request may give up its turn to the next and go on running;
+    at most `more` do so, so at most `most` = `first` + `more` run at a time."""
 
     def __init__(self, first: int, waiting: int, more: int = 0) -> None:
         self._free, self._room, self._more, self.most = first, waiting, more, first + more

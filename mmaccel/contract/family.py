@@ -55,14 +55,12 @@ Row = tuple[str, str, bool]
 
 
 def check_family(model_or_class: Any, *, quiet: bool = False, device: str = "cpu") -> list[Row]:
-    """Test a model family on a tiny random float32 model of the class that `model_or_class` (model, class or model type)
-    names.
+    """Test a model family on a tiny random float32 model of the class of `model_or_class` (a model, class or model type).
 
     Compared with the plain model: the dense recipe, whole and in chunks; patterns that list every pair; a padded batch;
     drafts, token by token; a pruner that keeps everything; sessions that see all frames; the detached model, bit for bit.
-    Patterns at less than half of the pairs are compared with eager attention under their masks. A frame's pixels must change
-    the embeddings of its tokens and no others. What the family states in `unable` must be refused. An exception fails a
-    check.
+    Patterns under half of the pairs are compared with eager attention under their masks. A frame's pixels must change the
+    embeddings of its tokens and no others. What the family states in `unable` must be refused. An exception fails a check.
 
     Prints a table, unless `quiet`; returns its rows (check, result, passed). Raises `ModelError` that names failed checks.
     """

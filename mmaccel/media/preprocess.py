@@ -36,8 +36,8 @@ class PixelSettings:
     """How frames become pixels; fields have the names and meanings of `preprocessor_config.json`.
 
     `size` is {height, width}, {shortest_edge} or, for patches, the pixel budget {shortest_edge: minimum, longest_edge:
-    maximum}. `resample` is PIL's number (0 nearest, 2 bilinear, 3 bicubic). `cap_pixels_per_frame` bounds the whole video by
-    `max_video_tokens` instead of each frame alone.
+    maximum}. `resample` is PIL's number (0 nearest, 2 bilinear, 3 bicubic). `cap_pixels_per_frame`: frames of a long video
+    shrink further, so that all of them together fit `max_video_tokens`.
     """
 
     size: Mapping[str, int]

@@ -162,8 +162,8 @@ class ReadingPlan:
              is shown. The frame is None if there is none for the tick; frames taken by number have tick = time
     missing  text that says which frames promised by the header are not in the file
     slack    up to so many frames fewer than `total` count as rounding, not loss
-    end      second at which the last frame should end, if `total` is an estimate (mean rate times length): then frames are
-             lost if reading ended earlier, whatever their number
+    end      second at which the last frame should end, if `total` is an estimate (mean rate times length): it then tells
+             whether frames are lost, in place of their number
     most     the most frames to keep: whenever there are more, every second one is dropped
     """
 

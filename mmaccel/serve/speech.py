@@ -52,7 +52,7 @@ def count_tokens_through_stop(
 class TextStreamer:
     """A streamer for transformers' `generate` that turns tokens into text; its method `ended` is the stopping criterion.
 
-    put  constructor argument: called with pieces of text, in the thread of `generate`
+    The constructor's argument `put` is called with each new piece of text, in the thread of `generate`.
     """
 
     def __init__(

@@ -306,7 +306,8 @@ TheStreams = Annotated[Streams, Depends(get_open_streams)]
 
 
 async def stream_json(stream: Stream) -> dict[str, Any]:
-    """Return a stream as a JSON-ready mapping: contents, and each time step's cluster in the first layer with clusters."""
+    """Return a stream's facts, counters and times, JSON-ready, with the clusters of its entries in the first layer that has
+    any."""
     clusters = await run_in_thread(stream.session.clusters)
     return {
         "id": stream.id,

@@ -29,9 +29,8 @@ Generation = tuple[Tensor, Report]
 class Answer:
     """The text of an answer, why it ended, and its report.
 
-    `text` has no special tokens; `raw` has those that came before the end of the turn. `report` covers the whole call, with
-    all prompts of the batch. `finish_reason`: "stop" (an end-of-text token came), "length" (`max_new_tokens` were made) or
-    "positions" (the model has no more positions).
+    `text` has no special tokens; `raw` has those before the end of the turn. `report` covers all prompts of the batch.
+    `finish_reason`: "stop" (an end-of-text token came), "length" (the token limit) or "positions" (the model has no more).
     """
 
     text: str
@@ -53,8 +52,8 @@ def prompt_inputs(
 def generate(
     model: nn.Module | Accelerated, inputs: Mapping[str, Tensor], recipe: Recipe | None = None, **options: Any
 ) -> Generation:
-    """Generate new ids [B, n], greedily by default, and return them with the report. A plain model runs under `recipe`; an
-    `Accelerated` one keeps its own recipe."""
+    """Return new ids [B, n], greedy by default, and the report. `recipe` is for a plain model; `Accelerated` ones have their
+    own."""
     attach: AbstractContextManager[Accelerated] = (
         nullcontext(model) if isinstance(model, Accelerated) else accelerate(model, recipe)
     )
@@ -83,8 +82,7 @@ def answer_prompts(
     max_new_tokens: int = MAX_NEW_TOKENS,
     streamer: Any = None,
 ) -> list[Answer]:
-    """Return the greedy answers to the batch of prompts `inputs`. A plain model runs under `recipe`; an `Accelerated` one
-    keeps its own recipe.
+    """Return the greedy answers to the batch of prompts `inputs`; `recipe` as in `generate`.
 
     All answers share one report, whose shares and `prompt_tokens` are means over the batch.
     """
@@ -248,8 +246,7 @@ def memory_bandwidth(device: torch.device | str = "cpu", size: int = 1 << 28) ->
 
 
 def min_decode_step_s(model: nn.Module, cache_bytes: float, rate: float) -> float:
-    """Return a lower bound of a decode step in seconds: reading weights and `cache_bytes` once, at `rate` bytes per
-    second."""
+    """Return a lower bound of a decode step in seconds: reads weights and `cache_bytes` once, at `rate` bytes per second."""
     head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     embedding: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
     parts = [part for part in (adapter_for(model).text_model(model), head) if part is not None]

@@ -35,8 +35,7 @@ def caption(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """Describe a video at length. Prints the text as it is generated, then the draft's speed-up and accepted lengths, and
-    the highest decoding speed that the memory bandwidth allows."""
+    """Describe a video at length, streamed; then show speed-up, accepted lengths and the memory bandwidth's speed limit."""
     chosen = choices.load_recipe(recipe, draft)
     if not chosen.draft.active:
         raise RecipeError(f"recipe {recipe!r} drafts nothing; name one that does, such as parallelvlm.")

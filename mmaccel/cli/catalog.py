@@ -207,8 +207,7 @@ YES = "yes"
 
 
 def build_default_policy(slot: str, name: str, **fields: Any) -> Any:
-    """Build the policy `name` of recipe field `slot`, with defaults except for `fields`. A draft that needs a model gets a
-    placeholder for the model's name."""
+    """Build policy `name` of `slot` with defaults but for `fields`; a draft that needs a model gets a placeholder name."""
     if policy_has_field(slot, name, "model"):
         fields = {"model": "a-draft", **fields}
     return policy(slot, {"name": name, **fields})
@@ -232,8 +231,7 @@ USES: dict[str, Callable[[Recipe], object]] = {"generate": check_sequences, "Vid
 
 
 def names_by_field() -> dict[str, list[str]]:
-    """Return recipe field -> names of policies that it can take. "own" stands for the pruner of a draft's own prompt; the
-    name "none" stands for no pruner."""
+    """Return recipe field -> names that it can take; "own" is the pruner of a draft's own prompt; "none" is no pruner."""
     names = {slot: list(registry(slot)) for slot in SLOTS}
     own = {name for name, cls in registry("prune").items() if cls.stage == "draft"}
     pruners = {"own": sorted(own), "prune": [name for name in names["prune"] if name not in own]}

@@ -153,8 +153,7 @@ def parse_size(text: str, option: str) -> int:
 
 
 def load_session(session: VideoSession, folder: Path, asked: list[tuple[float | None, str]]) -> None:
-    """Load the session saved in `folder`, to ask it the questions `asked`. Raises `ModelError` for a question whose time is
-    before the end of the saved session."""
+    """Load the session saved in `folder`; raises `ModelError` if a question of `asked` is for a time before its end."""
     session.load(folder)
     for at, text in asked:
         if at is not None and at < session.seconds:
@@ -245,8 +244,7 @@ def read_video(
 def load_model_and_video(
     load: Callable[[], nn.Module], recipe: Recipe, path: str, processor: Any, progress: Progress, **how: Any
 ) -> tuple[nn.Module, Video]:
-    """Return the model that `load` loads, and the frames that `read_video` reads with the options `how`. The frames are read
-    first, unless their number depends on the model ("auto")."""
+    """Load the model by `load()`, the frames by `read_video`: frames first, unless their number depends on the model."""
     early = load() if how["frames"] == "auto" else None
     seen = read_video(path, processor, progress, **how, model=early, recipe=recipe)
     return load() if early is None else early, seen
@@ -284,8 +282,7 @@ def format_frame_rate(fps: float, own: float | None) -> str:
 def reconnecting_clips(
     opens: Callable[[], Any], note: Callable[[StreamEvent], None]
 ) -> Generator[Video, None, None]:
-    """Yield clips of a camera or URL, which `opens` opens again whenever it ends; each break is printed and passed to
-    `note`."""
+    """Yield clips of a camera or URL, which `opens` reopens whenever it ends; each break is printed and given to `note`."""
 
     def told(event: StreamEvent) -> None:
         note(event)

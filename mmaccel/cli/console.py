@@ -160,8 +160,7 @@ def progress_callback(progress: Progress, unit: str = "frames") -> Callable[[str
 
 
 def group_table_columns(names: Sequence[str], room: int, wide: int) -> Iterator[Sequence[str]]:
-    """Split the table columns `names` into groups of about equal size, one table each. A table has room for `room`
-    characters; each column takes `wide`."""
+    """Split table columns into even groups, one table each: tables are `room` characters wide, columns `wide`."""
     begin, tables = 0, -(-len(names) // max(1, room // wide))
     for number in range(tables):
         end = begin + (len(names) - begin) // (tables - number)

@@ -70,9 +70,8 @@ def draw_pictures(
 
     A table of head patterns or the JSON of a run gives a map of layers by heads. The word "heads" gives the attention of a
     model's heads: in the tokens' order, and sorted by position in the frame and by modality. The name of a sparse pattern
-    gives the query-key pairs that it computes on a small prompt: in the tokens' order, and in that of its plan. The folder
-    of a saved session gives the cluster of each watched frame (timeline), and the frames that its questions retrieve
-    (retrieved).
+    gives the query-key pairs that it computes on a small prompt: in the tokens' order, and in its plan's. A saved session
+    gives the cluster of each watched frame (timeline), and the frames that its questions retrieve (retrieved).
     """
     from mmaccel.search.measure import CapturedLayer, visit_attention_inputs
     from mmaccel.search.picture import (

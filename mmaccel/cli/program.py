@@ -177,8 +177,7 @@ def create_program(name: str, purpose: str) -> typer.Typer:
 
 
 def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and exit the process with 0, 1 (answers below a threshold), 2 (user's error), 130 (interrupted) or 143
-    (SIGTERM).
+    """Run one command and exit with 0, 1 (answers below a threshold), 2 (user's error), 130 (interrupted) or 143 (SIGTERM).
 
     A user's error prints one sentence to standard error, or with MMACCEL_DEBUG=1 the traceback. SIGTERM raises
     KeyboardInterrupt in the main thread, as Ctrl-C does, and again if repeated after `AGAIN_S`. If the caller ignores

@@ -55,10 +55,9 @@ def search(
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Choose a sparse pattern for each attention head, among patterns of equal measured cost. An interrupted search
-    continues where it stopped.
+    """Choose a sparse pattern for each attention head, all at equal measured cost; an interrupted search continues.
 
-    The table is used by `sparse: {name: per_head, table: FILE}`; saved as heads.json in the model's folder it is the preset
+    The table is used by `sparse: {name: per_head, table: FILE}`; as heads.json in the model's folder it is preset
     "searched".
     """
     from mmaccel.search import SearchSettings

@@ -317,8 +317,7 @@ class WatchRun:
         pause: Callable[[], bool],
     ) -> None:
         """Feed a piece to the session, then answer the questions due after it. `rest`: the later pieces of a stored video,
-        also ingested until a question is due, `pause` returns True or the user interrupts. `seen` gets the number of
-        frames."""
+        also ingested until a question is due, `pause` returns True or the user interrupts. `seen` gets the frame count."""
         frames, due = piece
         before = len(self._session)
         if frames is not None and rest is None:

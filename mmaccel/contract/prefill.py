@@ -76,8 +76,7 @@ def random_pruner_inputs(
 ) -> Signals:
     """Return random `Signals` with which a pruner's `stage` is tested on a prompt of this layout.
 
-    The attention has one row for each of `asked` question tokens (None: as many as `observation_columns` returns); each
-    row sums to one.
+    The attention has `asked` rows, one per question token (None: as many as `observation_columns`); each sums to one.
     """
     g = torch.Generator().manual_seed(seed)
     S, asked = layout.length, observation_columns(layout).numel() if asked is None else asked

@@ -87,8 +87,7 @@ def wait_for_data(number: int, seconds: float) -> bool:
 
 
 def has_no_writer(file: int) -> bool:
-    """Whether no process has the file open for writing; False if the system cannot tell. True for every pipe: ask only after
-    reading it to its end."""
+    """Whether no process has the file open for writing; False if the system cannot tell. Always True for a pipe."""
     if stat.S_ISFIFO(os.fstat(file).st_mode):
         return True
     if sys.platform != "linux":

@@ -291,15 +291,14 @@ class Source(AbstractContextManager["Source"]):
         return 1.0 / self.rate if self.rate else 0.04
 
     def count_damaged(self, stop: float | None = None) -> int:
-        """Number of damaged parts before second `stop`. Later ones may be known too: a multi-threaded decoder reads
-        ahead."""
+        """Number of damaged parts before second `stop`; later ones may be known too, as the decoder's threads read ahead."""
         last = FOREVER if stop is None else stop + (self._start or 0.0)
         # Packets where recordings are joined are marked as corrupt, too; most begin a clock anew.
         corrupt = 0 if self.restarted else sum(dts * self._unit < last for dts in self.corrupt)
         return max(sum(time < last for time in self.damaged), corrupt)
 
     def is_full_duration(self, end: float) -> bool:
-        """Return whether `end` seconds is the end of the source, within 1.5 frames; False if its duration is unknown."""
+        """Return whether `end` seconds is the source's end, within 1.5 frames; False if its duration is unknown."""
         return self.duration is not None and end > self.duration - 1.5 / (self.rate or 25.0)
 
     def frame_end_time(self, time: float, frame: av.VideoFrame) -> float:

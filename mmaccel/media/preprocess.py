@@ -176,8 +176,7 @@ def to_patches(
     dtype: torch.dtype = torch.float32,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, tuple[int, int, int]]:
-    """Split frames `[T, 3, H, W]` into flat patches `[t*h*w, 3 * temporal * patch * patch]`; also returns the grid (t, h,
-    w).
+    """Split frames `[T, 3, H, W]` into flat patches `[t*h*w, 3 * temporal * patch * patch]`; also return the grid (t, h, w).
 
     Patches that the model merges into one token are adjacent rows; the last frame is repeated to fill a temporal patch. An
     image is one frame with `video=False`, which skips the budget of a whole video. Computed on `device` (None: that of the
@@ -291,8 +290,7 @@ def load_frames(
     at `fps`), a `Video`, an array or tensor `[T, 3, H, W]` or `[T, H, W, 3]`, or a list of images. All frames, or `frames`
     evenly spaced ones.
 
-    An array or list has the rate `fps`, lowered in proportion if `frames` leaves some out. Raises `VideoError` for anything
-    else.
+    An array or list has the rate `fps`, in proportion less if `frames` leaves some out. Raises `VideoError` for others.
     """
     if isinstance(video, (str, os.PathLike)):
         video = read(video, fps=fps, max_frames=max_frames, frames=frames)

@@ -31,8 +31,7 @@ TOUCHING = 1e-6
 
 
 def half_tick(fps: float) -> float:
-    """Half the interval of rate `fps`, in seconds: how much later than a tick a frame may start and still be taken for
-    it."""
+    """Half the interval of rate `fps`, in seconds: a frame may start so much later than a tick and still be taken for it."""
     return 0.5 / fps + ROUNDED
 
 

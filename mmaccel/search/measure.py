@@ -76,8 +76,7 @@ def visit_attention_inputs(
     visit: Callable[[CapturedLayer], None],
     layers: set[int] | None = None,
 ) -> None:
-    """Run the prompt through `model` with dense attention and call `visit` with the attention inputs of each layer (or of
-    `layers`).
+    """Run the prompt through `model` with dense attention; call `visit` with each layer's attention inputs (or of `layers`).
 
     One layer's tensors are in memory at a time, while `visit` runs; no KV cache and no logits are made. Raises `ModelError`
     for a batch of several prompts.
@@ -269,8 +268,7 @@ def measure_candidates(
 
     scores, shares  boundary type -> slot -> list, by candidate, of its error and of its share of causal pairs; None for a
                     candidate that is left out
-    errors, kept    boundary type -> error of the whole output with the best candidate in each slot, and its share of causal
-                    pairs
+    errors, kept    boundary type -> error of the whole output with each slot's best candidate, and share of causal pairs
     """
     heads: list[dict[str, Any]] = [
         {"scores": {}, "shares": {}, "errors": {}, "kept": {}} for _ in range(bench.num_heads)
@@ -312,8 +310,8 @@ def choose_slot_patterns(
     kind: str, space: Space, head: Row, block: int, tolerance: float
 ) -> tuple[dict[str, Any], float]:
     """Choose a candidate for each slot of boundary type `kind`, by the measurements `head` of one head
-    (`measure_candidates`). Return the pattern (a recipe mapping) and its cost over the target pattern's, at most 1 +
-    `tolerance` where possible.
+    (`measure_candidates`). Return the pattern (recipe mapping) and its cost over the target's, at most 1 + `tolerance` where
+    possible.
 
     Each slot takes its candidate of least error; of equal ones, the cheapest. Candidates have equal cost as a mean over
     heads, so the choice may cost this head more than the target. Then slots switch to cheaper candidates where the error
@@ -367,8 +365,7 @@ def _tie_limit(errors: Iterable[float]) -> float:
 
 def choose_head_pattern(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
     """Choose a boundary type and a pattern for one head by its measurements `head` (`measure_candidates`). Return both, the
-    choice's score (error of the whole output), cost (over the target pattern's) and share (of causal pairs), and what `head`
-    has.
+    choice's score (error of the whole output), cost (over the target's) and share (of causal pairs), and the measurements.
 
     Of boundary types with equal errors the first is chosen; "no_boundary" comes first.
     """

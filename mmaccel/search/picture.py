@@ -71,8 +71,7 @@ def draw_head_pattern_map(layers: Sequence[Sequence[str]], title: str) -> Figure
 
 
 def drawing_token_orders(layout: TokenLayout) -> dict[str, Tensor]:
-    """Return the token orders in which a head is drawn, [S] each: unchanged, by cell within the frame, by modality; those
-    that change nothing are omitted.
+    """Return the different token orders in which a head is drawn, [S] each: unchanged, by cell in the frame, by modality.
 
     Tokens outside frames continue the cell numbers of the frame before them, as in a grid pattern.
     """

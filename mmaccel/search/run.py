@@ -326,8 +326,7 @@ def _build_table(
 
 
 def recompute_table(table: Row) -> dict[str, Any]:
-    """Recompute a table's choices from its stored costs and scores; the result equals it. `RecipeError` if a cost is
-    missing."""
+    """Recompute a table's choices from its own costs and scores, with equal result. `RecipeError` if a cost is missing."""
 
     def missing(pattern: Row) -> dict[str, Any]:
         raise RecipeError(f"the table holds no cost of {dict(pattern)}; search again.")

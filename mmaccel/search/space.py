@@ -71,8 +71,7 @@ class ModalityPairSlot:
 
 
 def applicable_boundary_types(wanted: Sequence[str], modalities: Sequence[int]) -> list[str]:
-    """Return those of the `wanted` boundary types that apply to a prompt with these modalities (with one modality only
-    "no_boundary")."""
+    """Return those of the `wanted` boundary types that fit a prompt's `modalities`: of one modality, "no_boundary" alone."""
     return [k for k in KINDS if k in wanted] if len(modalities) > 1 else ["no_boundary"]
 
 
@@ -108,8 +107,7 @@ def recipe_from_slots(kind: str, chosen: Mapping[str, Mapping[str, Any]], block:
 def recipe_for_slot(
     kind: str, slot: ModalityPairSlot, pattern: Mapping[str, Any], block: int
 ) -> dict[str, Any]:
-    """Build the `sparse` part of a recipe in which only one pair of modalities (`slot`) of boundary `kind` attends, by
-    `pattern`."""
+    """Build the `sparse` part of a recipe: boundary type `kind`, where only the pairs of `slot` attend, by `pattern`."""
     if kind == "no_boundary":
         return dict(pattern)
     if kind == "boundary_2d":
@@ -202,8 +200,7 @@ class BudgetTableRow:
 
 
 def budget_rows(scale: BudgetScale) -> list[BudgetTableRow]:
-    """Return the 24 rows of Table 3 (12 grids, 3 A-shapes, 9 vertical-slashes), each grid also without window, and ours if
-    `scale.extended`."""
+    """Return the 24 rows of Table 3 (12 grids, 3 A-shapes, 9 vertical-slashes), grids without window, and extended rows."""
     found = []
     for stride in ("frame", "free"):
         for lines in _GRIDS:
@@ -253,8 +250,7 @@ Tick = Callable[[], None]
 def find_budget_step(
     row: BudgetTableRow, cost: Cost, tolerance: float, start: int = 0
 ) -> tuple[int, PatternCandidate]:
-    """Search, from budget step `start`, the step at which `row` costs `row.aim` times the target pattern; return step and
-    candidate.
+    """Search, from step `start`, the budget step at which `row` costs `row.aim` times the target; return step and candidate.
 
     The result depends on the costs alone: equal costs give equal candidates.
     """

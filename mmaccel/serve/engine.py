@@ -64,9 +64,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class ActiveRequest:
-    """A request being served: its recipe, its `fetched` images and videos, the most new tokens (`most`), and the callback
-    `put` for pieces of the answer. `joined` is called once its prompt has been read: the next request may then read its
-    own."""
+    """A request being served: its recipe, `fetched` images and videos, `most` new tokens, and the callback `put` for pieces
+    of the answer. `joined` is called once its prompt has been read: the next request may then read its own."""
 
     request: ChatRequest
     recipe: str

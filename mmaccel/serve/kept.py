@@ -29,8 +29,7 @@ EVIDENCE = 16
 
 
 class Thumbnails:
-    """JPEG thumbnails of a stream's frames, by frame number. Whenever there are more than `most`, every second is
-    dropped."""
+    """JPEG thumbnails of a stream's frames, by frame number. Whenever there are over `most`, every second is dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -68,7 +67,7 @@ class StreamEntry:
         self.counters: dict[str, float] = {}
 
     async def read_counters(self) -> dict[str, float]:
-        """Read the session's counters anew and return them; uses a thread, since it waits for a running forward pass."""
+        """Read the session's counters anew and return them; in a thread, since this waits for a running forward pass."""
         self.counters = await run_in_thread(self.session.counters)
         return self.counters
 

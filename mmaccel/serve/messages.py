@@ -274,8 +274,7 @@ class FramesRequest(StrictModel):
 
 
 class AskRequest(SamplingOptions):
-    """A question on a stream: on all of it, or the seconds `between` two times; with `chat` it continues the
-    conversation."""
+    """A question on all of a stream, or on the seconds `between` two times; with `chat` it continues the conversation."""
 
     question: str
     chat: bool = False

@@ -306,8 +306,7 @@ TheStreams = Annotated[Streams, Depends(get_open_streams)]
 
 
 async def stream_json(stream: Stream) -> dict[str, Any]:
-    """Return a stream's facts, counters and times, JSON-ready, with the clusters of its entries in the first layer that has
-    any."""
+    """Return a stream's facts, counters and times, JSON-ready, with the clusters of its entries in the first such layer."""
     clusters = await run_in_thread(stream.session.clusters)
     return {
         "id": stream.id,

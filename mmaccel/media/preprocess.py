@@ -287,10 +287,10 @@ def load_frames(
     video: Any, fps: float | None = None, max_frames: int | None = None, frames: int | None = None
 ) -> tuple[Tensor, float | None]:
     """Return frames uint8 `[T, 3, H, W]` and their rate in frames per second (None: unknown). `video`: a path or URL (read
-    at `fps`), a `Video`, an array or tensor `[T, 3, H, W]` or `[T, H, W, 3]`, or a list of images. All frames, or `frames`
-    evenly spaced ones.
+    at `fps`), a `Video`, an array or tensor `[T, 3, H, W]` or `[T, H, W, 3]`, or a list of images; anything else raises
+    `VideoError`. All frames, or `frames` evenly spaced ones.
 
-    An array or list has the rate `fps`, in proportion less if `frames` leaves some out. Raises `VideoError` for others.
+    An array or list has the rate `fps`, lowered in proportion if `frames` leaves some out.
     """
     if isinstance(video, (str, os.PathLike)):
         video = read(video, fps=fps, max_frames=max_frames, frames=frames)

@@ -200,7 +200,8 @@ class BudgetTableRow:
 
 
 def budget_rows(scale: BudgetScale) -> list[BudgetTableRow]:
-    """Return the 24 rows of Table 3 (12 grids, 3 A-shapes, 9 vertical-slashes), grids without window, and extended rows."""
+    """Return the 24 rows of Table 3 (12 grids, 3 A-shapes, 9 vertical-slashes), each grid also without window, and ours if
+    `scale.extended`."""
     found = []
     for stride in ("frame", "free"):
         for lines in _GRIDS:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from mmaccel.core.recipe import Recipe, check_sequences, list_recipes
+from mmaccel.core.recipe import Recipe, check_generate, list_recipes
 from mmaccel.core.registry import registry
 
 
@@ -25,7 +25,7 @@ def recipes(draft: Any) -> dict[str, dict[str, Any]]:
             fields["draft"]["model"] = draft
         if "process" in own:
             fields["draft"]["process"] = False
-        check_sequences(Recipe.load(fields))
+        check_generate(Recipe.load(fields))
         found[name] = fields
     return found
 

@@ -73,7 +73,7 @@ class Costs:
     untried: dict[str, str] = field(default_factory=dict)
     host: float = 0.0
 
-    def predict_layer_s(self, attention: float, tokens: float) -> float:
+    def predict_sparse_layer_s(self, attention: float, tokens: float) -> float:
         """Predict the seconds of a layer: planning for `tokens` tokens, then sparse attention of `attention` seconds."""
         return max(self.host, attention + self.planning(tokens))
 

@@ -60,7 +60,7 @@ class BackendChoice:
         """
         if self.costs is None:
             return True
-        sparse = self.costs.predict_layer_s(self.costs.sparse[self.backend](listed), tokens)
+        sparse = self.costs.predict_sparse_layer_s(self.costs.sparse[self.backend](listed), tokens)
         return sparse < self.costs.dense(causal)
 
     def describe(self) -> str:

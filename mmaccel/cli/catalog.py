@@ -21,7 +21,7 @@ from mmaccel.backends import select
 from mmaccel.cli.choices import policy_has_field
 from mmaccel.cli.console import echo, out, print_json
 from mmaccel.core.errors import RecipeError, UnknownName
-from mmaccel.core.recipe import FORMER, MAIN_PRESETS, VERSION, Recipe, check_sequences, presets, stream_policy
+from mmaccel.core.recipe import FORMER, MAIN_PRESETS, VERSION, Recipe, check_generate, presets, stream_policy
 from mmaccel.core.registry import (
     BASES,
     DEFAULTS,
@@ -99,11 +99,11 @@ def _family_features() -> dict[str, dict[str, str]]:
         family: Any = registry("model")[name]
         can = {what: what not in family.unable for what in ("streams", "trees", "pruning")}
         can |= {
-            "vision pruners": family.vision_tower_reader is not None and can["pruning"],
+            "vision pruners": family.vision_scorer is not None and can["pruning"],
             STEPS[0]: bool(family.decoder_layers),
         }
         found[name] = {what: "yes" if able else "no" for what, able in can.items()}
-        if isinstance(some := family.vision_tower_reader, Mapping) and can["pruning"]:
+        if isinstance(some := family.vision_scorer, Mapping) and can["pruning"]:
             found[name]["vision pruners"] = ", ".join(some)
     return found
 
@@ -226,7 +226,7 @@ def why_options_refused(works: Callable[[], object], names: Iterable[str] = ()) 
     return YES
 
 
-USES: dict[str, Callable[[Recipe], object]] = {"generate": check_sequences, "VideoSession": stream_policy}
+USES: dict[str, Callable[[Recipe], object]] = {"generate": check_generate, "VideoSession": stream_policy}
 """What a recipe serves, and what raises `RecipeError` for one that does not."""
 
 

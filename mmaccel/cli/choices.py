@@ -295,7 +295,7 @@ def reconnecting_clips(
     return clips_with_reconnect(opens, lambda: None, told, 0.0, lambda clip: clip.clock.tolist(), shifted)
 
 
-def clips_until_stall(
+def clips_until_error(
     clips: Iterator[Video], video: str, fps: float, broken: list[VideoError], *, guess: bool, quiet: bool
 ) -> Iterator[Video]:
     """Yield clips until the source ends, stalls or fails. Its error is appended to `broken`, or raised if no clip has come.

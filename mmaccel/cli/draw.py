@@ -229,7 +229,7 @@ def split_words(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
-def cluster_entry_runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+def entry_runs_by_cluster(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
     """Return cluster -> runs (begin, end) of consecutive entries in it, in the order of the clusters' first entries.
     `cluster` names the cluster of each entry of a stream's memory, in order of time."""
     found: dict[int, list[tuple[int, int]]] = {}
@@ -252,7 +252,7 @@ def plot_cluster_timeline(
     """
     end = shown[-1] + (shown[-1] - shown[0]) / max(1, len(shown) - 1)
     owners = {name: rows[min(layer, len(rows) - 1)].tolist() for name, rows in clusters.items()}
-    lanes = {name: _lanes(cluster_entry_runs(owner)) for name, owner in owners.items()}
+    lanes = {name: _lanes(entry_runs_by_cluster(owner)) for name, owner in owners.items()}
     heights = [0.5] * (truth is not None) + [0.4 + 0.09 * len(one) for one in lanes.values()]
     drawn = create_figure(9.0, 0.8 + sum(heights))
     plots = drawn.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]

@@ -149,7 +149,7 @@ def watch(
                 opens = partial(media.clips, video, fps=fps, frames_per_clip=count, start=start, **how)
                 clips = choices.reconnecting_clips(opens, breaks.append) if reconnect else opens()
             # Of a camera, or of a file that grows, the rate is a guess.
-            clips = choices.clips_until_stall(
+            clips = choices.clips_until_error(
                 clips, video, fps, broken, guess=follow or format is not None, quiet=as_json
             )
             if not comes and not follow:

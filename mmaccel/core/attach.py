@@ -22,7 +22,7 @@ from mmaccel.core.memory.thinned import PrunedKVState
 from mmaccel.core.prefill.attention import AttentionConfig, ForwardPass
 from mmaccel.core.prefill.prune import check_pruning_stages
 from mmaccel.core.prefill.sparse import choose_backend
-from mmaccel.core.recipe import Recipe, check_sequences
+from mmaccel.core.recipe import Recipe, check_generate
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams.parts import FairLock, Moment, Question, RunningStates, TokenChoice
@@ -362,7 +362,7 @@ def adapt_recipe_to_model(recipe: Recipe, view: ModelView) -> Recipe:
     """Return `recipe` adapted to the model of `view`, which may be a configuration only, before weights are loaded. Raises
     `RecipeError` if it cannot serve `generate` or a model of these sizes, and `DraftError` if the draft model is missing or
     does not fit."""
-    check_sequences(recipe)
+    check_generate(recipe)
     recipe = _bound(recipe, view)
     recipe.draft.check_target(view)
     return recipe

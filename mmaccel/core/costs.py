@@ -278,7 +278,7 @@ class _Estimate:
         listed = min(at.expected_blocks(n, seen, (queries, keys)) * at.block**2, causal + n * at.block)
         sparse = min(line(s.heads * listed) for line in costs.sparse.values())
         # A plan that follows from the layout is made once for all layers.
-        sparse = costs.predict_layer_s(sparse, seen) if at.adaptive else sparse
+        sparse = costs.predict_sparse_layer_s(sparse, seen) if at.adaptive else sparse
         # On a CPU nothing is measured, and the pattern always runs.
         return min(sparse, dense) if self.device.cuda else sparse
 

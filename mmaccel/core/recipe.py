@@ -248,7 +248,7 @@ def _check_recalled(kv: KVPolicy, prune: TokenPruner) -> None:
         )
 
 
-def check_sequences(recipe: Recipe) -> None:
+def check_generate(recipe: Recipe) -> None:
     """Raise `RecipeError` if `recipe` cannot serve a model's own `generate`, as its KV memory is for streams only."""
     if not recipe.kv.sequences:
         _stream_memory(recipe)

@@ -65,7 +65,7 @@ class PixelSettings:
         if self.do_resize and self.resample not in MODES:
             raise VideoError(f"resample={self.resample} is not supported: choose one of {MODES}.")
 
-    def updated(self, settings: Mapping[str, Any]) -> PixelSettings:
+    def with_changes(self, settings: Mapping[str, Any]) -> PixelSettings:
         """A copy of the settings, changed by those in `settings`; unknown and null entries are ignored.
 
         `min_pixels` and `max_pixels`, from older checkpoints, set the edges of `size`.

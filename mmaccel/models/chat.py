@@ -297,7 +297,7 @@ def _clip(video: Any, fps: float | None, part: bool = False) -> Clip:
     return Clip(load_frames(video, fps)[0], None, fps, part)
 
 
-def common_prefix(one: list[int], other: list[int]) -> int:
+def prefix_length(one: list[int], other: list[int]) -> int:
     """Return the length of the common prefix of two lists of token ids."""
     odd = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(odd, min(len(one), len(other)))

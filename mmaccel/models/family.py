@@ -50,7 +50,7 @@ class Family(ModelFamily):
     extra_inputs            processor outputs beside ids, mask and pixels, such as `video_grid_thw`
     required_extras         pixel input -> the extra input that must come with it
     processors              model type -> its `ProcessorSpec`
-    vision_tower_reader     `signals.VisionScorer` by which pruners score visual tokens, or model type -> scorer; None: none
+    vision_scorer     `signals.VisionScorer` by which pruners score visual tokens, or model type -> scorer; None: none
     decoder_layers          decoder layers that `layer_step.py` can compute: norms, biases and projections as in Qwen2
     centred_norms           norms of these layers that scale by ``1 + weight``
     rms_norms               RMSNorm classes: ``weight * x / sqrt(mean(x ** 2) + variance_epsilon)``
@@ -72,7 +72,7 @@ class Family(ModelFamily):
     extra_inputs: ClassVar[frozenset[str]] = frozenset()
     required_extras: ClassVar[Mapping[str, str]] = {}
     processors: ClassVar[Mapping[str, ProcessorSpec]] = {}
-    vision_tower_reader: ClassVar[Any] = None
+    vision_scorer: ClassVar[Any] = None
     decoder_layers: ClassVar[frozenset[str]] = frozenset()
     centred_norms: ClassVar[frozenset[str]] = frozenset()
     rms_norms: ClassVar[frozenset[str]] = frozenset()

@@ -23,8 +23,8 @@ from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import register
 from mmaccel.models import tiny
 from mmaccel.models.family import Family
-from mmaccel.models.intern_tower import InternTowerReader
-from mmaccel.models.prompt_layout import PIXELS, WIDE, ByFrame, Grid, Inputs, Words, format_time, is_nonempty
+from mmaccel.models.intern_tower import InternVisionScorer
+from mmaccel.models.prompt_layout import PIXELS, WIDE, ByFrame, Grid, Inputs, Texts, format_time, is_nonempty
 
 GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 NEAR = 24
@@ -37,7 +37,7 @@ _TOLD_OF = {
 }
 """What else tells of the images and of the videos of a prompt, one by one."""
 
-_AROUND_FRAME: dict[str, Callable[[int, float], tuple[Words, Words]]] = {
+_AROUND_FRAME: dict[str, Callable[[int, float], tuple[Texts, Texts]]] = {
     "internvl": lambda frame, time: (
         ["\n"] * (frame > 0) + [f"Frame{frame % 10**WIDE + 1:0{WIDE}d}: <img>"],
         ["</img>"],
@@ -77,7 +77,7 @@ class GenericFamily(Family):
     decoder_layers = frozenset({f"{text}DecoderLayer" for text in _TEXTS})
     rms_norms = frozenset({f"{text}RMSNorm" for text in _TEXTS})
     gated_mlps = frozenset({f"{text}MLP" for text in _TEXTS})
-    vision_tower_reader: ClassVar[Any] = {"internvl": InternTowerReader}
+    vision_scorer: ClassVar[Any] = {"internvl": InternVisionScorer}
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "internvl": {
             "text_config": {**tiny.TEXT, "model_type": "qwen2"},
@@ -145,7 +145,7 @@ class GenericFamily(Family):
             return [token] * (16 + 36), {name: pixels[None], "image_sizes": torch.tensor([[28, 56]])}
         return [token] * (4 * units), {name: pixels[None]}
 
-    def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
+    def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Texts, Texts]:
         return _AROUND_FRAME.get(config.model_type, lambda *_: ((), ()))(frame, seconds[0])
 
     def encode_frames(self, model: nn.Module, inputs: Inputs) -> Tensor:

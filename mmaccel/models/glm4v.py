@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
-from mmaccel.models.prompt_layout import WIDE, ProcessorSpec, Words, format_time
+from mmaccel.models.prompt_layout import WIDE, ProcessorSpec, Texts, format_time
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import BEGIN, END, IMG, MROPE, TEXT, TOWER, VID
 
@@ -70,7 +70,7 @@ class Glm4V(Qwen25VL):
             return [BEGIN, *chain.from_iterable(frames), END]
         return [194, *tokens, 195]
 
-    def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
+    def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Texts, Texts]:
         """Return what a prompt has before, and what after, a unit: two lists of pieces, each a text or a token id. The unit
         begins with frame number `frame`, and its frames are shown at `seconds`."""
         # GLM-4.6V has seconds as `format_time` writes them from 100 s on, the others whole ones, with fewer figures.

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmaccel.models.signals import VisionScorer
 
 
-class InternTowerReader(VisionScorer):
+class InternVisionScorer(VisionScorer):
     """Scores InternVL's visual tokens for token pruners, by the attention that the vision tower's class token pays to their
     patches. Each frame or tile is one batch entry: a class token and P patches; 2 x 2 patches become one visual token."""
 

@@ -181,7 +181,7 @@ class LlavaOnevision(Family):
             video_settings={"size": {"height": 384, "width": 384}},
         )
     }
-    vision_tower_reader = LlavaVisionScorer
+    vision_scorer = LlavaVisionScorer
     needs_only_pixels = True
     decoder_layers = frozenset({"Qwen2DecoderLayer"})
     rms_norms = frozenset({"Qwen2RMSNorm"})

@@ -73,8 +73,8 @@ class Processor:
         self.own_video_settings = video is not None
         config = dict(config or {})
         (cuts, implied), video = _implied(config), video if video is not None else image
-        self.image = PixelSettings(**self.style.image_settings).updated(cuts).updated(image or {})
-        self.video = PixelSettings(**self.style.video_settings).updated(cuts).updated(video or {})
+        self.image = PixelSettings(**self.style.image_settings).with_changes(cuts).with_changes(image or {})
+        self.video = PixelSettings(**self.style.video_settings).with_changes(cuts).with_changes(video or {})
         given = {name: value for name, value in (extra or {}).items() if value is not None}
         self.extra = {**implied, **given}
         self.special_tokens = special_tokens

@@ -61,7 +61,7 @@ ByFrame = tuple[Tensor, Callable[[Tensor], dict[str, Any]]]
 A_TOKEN = "input_ids", "mm_token_type_ids", "token_type_ids", "position_ids"
 """The inputs whose last axis is the tokens of the prompt; `attention_mask` has those of the cache, too."""
 
-Words = Sequence[str | int]
+Texts = Sequence[str | int]
 """Pieces of a prompt: text, and ids of tokens."""
 
 PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}

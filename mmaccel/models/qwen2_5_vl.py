@@ -74,7 +74,7 @@ _PROCESSOR: dict[str, Any] = {
 }
 
 
-class QwenTowerReader(VisionScorer):
+class QwenVisionScorer(VisionScorer):
     """Scores Qwen-VL's visual tokens for token pruners, by the attention that patches receive in the vision tower. Patches
     of all frames are packed in the order of attention windows; four patches merge into one visual token."""
 
@@ -132,7 +132,7 @@ class Qwen25VL(Family):
         "qwen2_vl": ProcessorSpec(processor="Qwen2VLProcessor", **_PROCESSOR),
         "qwen2_5_vl": ProcessorSpec(processor="Qwen2_5_VLProcessor", seconds=True, **_PROCESSOR),
     }
-    vision_tower_reader: ClassVar[Any] = QwenTowerReader
+    vision_scorer: ClassVar[Any] = QwenVisionScorer
     tiny: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "qwen2_vl": {
             "text_config": {**tiny.TEXT, "rope_parameters": tiny.MROPE},

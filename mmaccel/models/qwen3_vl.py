@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import home_device
 from mmaccel.core.registry import register
 from mmaccel.models import deepstack
-from mmaccel.models.prompt_layout import Inputs, ProcessorSpec, Words, format_time
+from mmaccel.models.prompt_layout import Inputs, ProcessorSpec, Texts, format_time
 from mmaccel.models.qwen2_5_vl import Qwen25VL
 from mmaccel.models.tiny import ASIDE, BEGIN, END, MROPE, TEXT, TOWER
 
@@ -44,7 +44,7 @@ class Qwen3VL(Qwen25VL):
         frames = ([7, 8 + n % 2, BEGIN, *tokens, END] for n in range(units))
         return list(chain.from_iterable(frames))
 
-    def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Words, Words]:
+    def text_around_frame(self, config: Any, frame: int, seconds: Sequence[float]) -> tuple[Texts, Texts]:
         """Return what a prompt has before, and what after, a unit: two lists of pieces, each a text or a token id. The unit
         begins with frame number `frame`, and its frames are shown at `seconds`."""
         time = format_time((seconds[0] + seconds[-1]) / 2)

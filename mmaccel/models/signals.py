@@ -263,7 +263,7 @@ def reads_vision_tower(pruner: TokenPruner) -> bool:
 def vision_scorer_of(family: Any, model: Any) -> type[VisionScorer] | None:
     """Return the `VisionScorer` class that scores visual tokens inside the vision tower of `model`; None if its family
     has none."""
-    found: Any = family.vision_tower_reader
+    found: Any = family.vision_scorer
     return found.get(model.config.model_type) if isinstance(found, Mapping) else found
 
 

@@ -31,7 +31,7 @@ from mmaccel.core.streams.sources import Clip
 from mmaccel.media.preprocess import resize
 from mmaccel.models import deepstack, deltanet, dialogue, shards, step
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
-from mmaccel.models.chat import common_prefix, ids_around_video, iterate_video_clips, tokenize_plainly
+from mmaccel.models.chat import ids_around_video, iterate_video_clips, prefix_length, tokenize_plainly
 from mmaccel.models.install import Hooks, model_lock
 from mmaccel.models.loading import skip_unused_norm_rows
 from mmaccel.models.modules import batched_tower, pointwise_modules, process_in_token_chunks, rebind_function
@@ -336,8 +336,8 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
             ids, plain = (self._chat(one)[1] for one in dialogue.question_messages(question)[:2])
         else:
             ids, plain = self._chat(check_question(question))[1], self._template[1]
-        begin = common_prefix(ids, plain)
-        end = common_prefix(ids[begin:][::-1], plain[begin:][::-1])
+        begin = prefix_length(ids, plain)
+        end = prefix_length(ids[begin:][::-1], plain[begin:][::-1])
         return torch.tensor(ids, device=self.device), (begin, len(ids) - end)
 
     def text_ids(self, text: str) -> Tensor:
@@ -347,7 +347,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
     @cached_property
     def _template(self) -> tuple[Tensor, list[int], int]:
         (head, tail), asked = self._chat(""), self._chat("?")[1]
-        return torch.tensor(head, device=self.device).long(), tail, common_prefix(tail[::-1], asked[::-1])
+        return (torch.tensor(head, device=self.device).long(), tail, prefix_length(tail[::-1], asked[::-1]))
 
     def _chat(self, question: str | list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """Ids before and after the video of a prompt; `question` is a text or messages (`dialogue.question_messages`)."""

@@ -45,7 +45,7 @@ from mmaccel.search.space import (
     applicable_boundary_types,
     budget_rows,
     build_pattern,
-    find_all_budget_steps,
+    find_candidates_at_target_cost,
 )
 
 Progress = Callable[[str, int, int | None], None]
@@ -207,7 +207,7 @@ def _levelled(
 
     ledger = PatternCostTable(settings.cost, parts.stored_values("measured"), measure)
     tick = _ticking(progress, "level", len(budget_rows(scale)) * len(kinds))
-    space = find_all_budget_steps(
+    space = find_candidates_at_target_cost(
         scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.kept_share
     )
     parts.add({"spent": time.perf_counter() - begin})
@@ -336,7 +336,7 @@ def recompute_table(table: Row) -> dict[str, Any]:
     scale = BudgetScale(table["context"], table["sample"]["tokens_a_frame"], table["block"], extended)
     ledger = PatternCostTable(table["cost"], table["measured"], missing)
     modalities = [m for name in table["modalities"] for m in MODALITIES if MODALITIES[m] == name]
-    space = find_all_budget_steps(
+    space = find_candidates_at_target_cost(
         scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.kept_share
     )
     return {

@@ -322,7 +322,7 @@ class PatternCostTable:
         return share
 
 
-def find_all_budget_steps(
+def find_candidates_at_target_cost(
     scale: BudgetScale,
     kinds: Sequence[str],
     modalities: Sequence[int],

@@ -9,7 +9,7 @@ from mmaccel.backends.ops.clusters import (
     ClusterMembership,
     EntryKeys,
     NewestEntries,
-    Words,
+    WordQueries,
     count_better_entries,
 )
 from mmaccel.backends.triton import stream
@@ -71,11 +71,13 @@ def test_scores_by_words(count: int, cosine: bool) -> None:
     key, rows = torch.randn(LAYERS, 21, WIDTH), torch.randn(2, 8, WIDTH)
     rows[:, count:] = torch.nan
     size, told = few((2, 21), 3).long().clamp_min(0), torch.tensor([count])
-    words = Words(there(rows), there(told))
+    words = WordQueries(there(rows), there(told))
     found = stream.score_by_words(there(key)[1:3], words, there(size), cosine)
-    wanted = plain.score_by_words.plain(key[1:3], Words(rows, told), size, cosine)
+    wanted = plain.score_by_words.plain(key[1:3], WordQueries(rows, told), size, cosine)
     torch.testing.assert_close(found.cpu(), wanted, atol=1e-5, rtol=1e-4)
-    one = stream.score_by_words(there(key)[1:2], Words(there(rows)[:1], there(told)), there(size)[:1], cosine)
+    one = stream.score_by_words(
+        there(key)[1:2], WordQueries(there(rows)[:1], there(told)), there(size)[:1], cosine
+    )
     assert torch.equal(one, found[:1])
     assert stream.score_by_words(there(key)[1:3, :0], words, there(size)[:, :0], cosine).shape == (2, 0)
 
@@ -83,8 +85,8 @@ def test_scores_by_words(count: int, cosine: bool) -> None:
 @pytest.mark.parametrize(("limit", "count"), some([1, 200, 7, 10**6], [1, 9, MANY]))
 def test_the_first_stage(count: int, limit: int) -> None:
     score, size = few((2, count), count), few((count,), 1 + count, 4).long().clamp_min(0)
-    found = stream.mask_beyond_budget(there(score), there(size), limit, 2)
-    assert torch.equal(found.cpu(), plain.mask_beyond_budget.plain(score, size, limit, 2))
+    found = stream.mark_clusters_beyond_budget(there(score), there(size), limit, 2)
+    assert torch.equal(found.cpu(), plain.mark_clusters_beyond_budget.plain(score, size, limit, 2))
 
 
 @pytest.mark.parametrize(("rows", "count"), some([1, 2], [5, MANY]))

@@ -25,10 +25,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from mmaccel.backends.ops import clusters
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.block_lists import FIELDS
-from mmaccel.backends.ops.clusters import ClusterMembership, EntryKeys, NewestEntries, Words, slab_alignment
 from mmaccel.backends.ops.layer_ops import SeparateKVCaches
 from mmaccel.backends.ops.operator import ARCHITECTURES, Architecture, DeviceLimits
 from mmaccel.backends.triton import decode, delta, experts, pointwise, stream
@@ -275,13 +275,15 @@ def clustered() -> None:
     key, query = blank(layers, count, 512), blank(layers, 512, dtype=torch.float32)
     long = zeros(layers, entries)
     size, score, one = long[:, :count], blank(layers, count, dtype=torch.float32), long[0, :1]
-    own = EntryKeys(key.transpose(0, 1), 1, lambda at: query, query[0], False)
+    own = clusters.EntryKeys(key.transpose(0, 1), 1, lambda at: query, query[0], False)
     stream.score_keys(key, query, False)
-    stream.score_by_words(key, Words(blank(layers, 16, 512, dtype=torch.float32), one), size, False)
-    stream.mask_beyond_budget(score, size[0], 256, 2)
+    stream.score_by_words(
+        key, clusters.WordQueries(blank(layers, 16, 512, dtype=torch.float32), one), size, False
+    )
+    stream.mark_clusters_beyond_budget(score, size[0], 256, 2)
     stream.mask_and_count_better(score, size, size, score > 0)
-    lists = ClusterMembership(long, long, long, size, size, 32)
-    stream.select_entries(size, lists, 64, 80, own, NewestEntries(one, 1, 8))
+    lists = clusters.ClusterMembership(long, long, long, size, size, 32)
+    stream.select_entries(size, lists, 64, 80, own, clusters.NewestEntries(one, 1, 8))
     out = blank(2, 4, 512, 128)
     stream.write_best_clusters(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
     stream.mean_query(blank(28, 16, 128), one, 4)
@@ -294,7 +296,7 @@ def gathered(tokens: int, size: int, apart: bool) -> None:
     slab = blank(10, 2, 4, tokens, size)
     out = torch.empty_like(slab[:5]).permute(1, 2, 0, 3, 4) if apart else blank(2, 4, 5 * tokens, size)
     index = zeros(5)
-    stream.copy_units(out, [slab], index[:1], index, slab_alignment([slab]))
+    stream.copy_units(out, [slab], index[:1], index, clusters.slab_alignment([slab]))
 
 
 def rows_alone() -> None:

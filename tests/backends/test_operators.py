@@ -193,10 +193,12 @@ def test_very_many_clusters_are_sorted() -> None:
     launched = mock.Mock()
     with (
         mock.patch.object(operator, "why_triton_unusable", lambda device: None),
-        mock.patch("mmaccel.backends.triton.stream.mask_beyond_budget", launched),
+        mock.patch("mmaccel.backends.triton.stream.mark_clusters_beyond_budget", launched),
     ):
         for count in (clusters.MOST, clusters.MOST + 1):
-            clusters.mask_beyond_budget(torch.zeros(1, count), torch.ones(count, dtype=torch.long), 3, 0)
+            clusters.mark_clusters_beyond_budget(
+                torch.zeros(1, count), torch.ones(count, dtype=torch.long), 3, 0
+            )
     assert launched.call_count == 1 and launched.call_args[0][0].shape == (1, clusters.MOST)
 
 

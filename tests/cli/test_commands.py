@@ -39,7 +39,7 @@ def test_describe_shows_fields_and_presets(call: Call) -> None:
     assert "default: {name: a_shape" in call("describe", "long-video")[1]
     shape = call.text("describe", "a_shape")
     assert "sink: int = 128 (at least 0)\n" in shape and "\n  block: int = 64\n" in shape
-    assert "\n      whether the sequences of" in call("describe", "sequential")[1]
+    assert "\n      whether to draft for" in call("describe", "sequential")[1]
     for name in ("generic", "internvl"):
         told = call("describe", name)[1]
         assert "generic (family)" in told and "serves internvl, " in told and "\n  streams: yes" in told
@@ -71,10 +71,10 @@ def test_describe_explains_every_field_of_a_recipe(call: Call) -> None:
 @pytest.mark.parametrize(
     ("name", "field", "text"),
     [
-        ("off", "in_batches", "whether the sequences of a batch are drafted for"),
+        ("off", "in_batches", "whether to draft for a batch"),
         ("fastv", "compact", "renumber the kept tokens 0, 1, 2, ..."),
         ("rekv", "window", "frames, the current one included, that a query sees"),
-        ("sequential", "in_batches", "whether the sequences of a batch are drafted for"),
+        ("sequential", "in_batches", "whether to draft for a batch"),
         ("sequential", "window", None),
     ],
 )

@@ -16,7 +16,7 @@ from mmaccel.cli import draw
 from mmaccel.cli.draw import (
     LANES,
     GroundTruth,
-    cluster_entry_runs,
+    entry_runs_by_cluster,
     plot_cluster_timeline,
     plot_retrieved_frames,
 )
@@ -265,8 +265,8 @@ def test_a_memory_without_clusters_wants_a_question(call: Call, ov: str, tmp_pat
 
 
 def test_runs_are_in_order_of_time() -> None:
-    assert cluster_entry_runs([5, 5, 2, 5, 2, 2]) == {5: [(0, 2), (3, 4)], 2: [(2, 3), (4, 6)]}
-    assert list(cluster_entry_runs([5, 5, 2])) == [5, 2] and cluster_entry_runs([]) == {}
+    assert entry_runs_by_cluster([5, 5, 2, 5, 2, 2]) == {5: [(0, 2), (3, 4)], 2: [(2, 3), (4, 6)]}
+    assert list(entry_runs_by_cluster([5, 5, 2])) == [5, 2] and entry_runs_by_cluster([]) == {}
 
 
 def test_a_lane_for_each_cluster_and_one_for_many_small_ones() -> None:

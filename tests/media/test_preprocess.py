@@ -121,14 +121,14 @@ def test_chunks_change_nothing(chunk: int) -> None:
     part, again = to_patches(frames, PATCHES, chunk=chunk)
     assert torch.equal(whole, part) and grid == again
     assert torch.equal(to_frames(frames, TILES, chunk=1000), to_frames(frames, TILES, chunk=chunk))
-    merged = TILES.updated({"merge_size": 2})  # says nothing of whole frames
+    merged = TILES.with_changes({"merge_size": 2})  # says nothing of whole frames
     assert torch.equal(to_frames(frames, merged), to_frames(frames, TILES))
     low, _ = to_patches(frames, PATCHES, dtype=torch.bfloat16, chunk=chunk)
     assert torch.equal(low, whole.bfloat16())
 
 
 def test_the_budget_of_a_whole_video() -> None:
-    capped = PATCHES.updated(
+    capped = PATCHES.with_changes(
         {
             "size": {"shortest_edge": 4 * 784, "longest_edge": 768 * 784},
             "cap_pixels_per_frame": True,
@@ -147,7 +147,7 @@ def test_the_budget_of_a_whole_video() -> None:
 @pytest.mark.parametrize("mode", [0, 2, 3])
 def test_whole_frames(mode: int) -> None:
     frames = noise(3, 3, 90, 70)
-    pixels = TILES.updated({"resample": mode})
+    pixels = TILES.with_changes({"resample": mode})
     small = resize(frames, (56, 56), mode)
     assert small.dtype == torch.uint8
     mean = torch.tensor(pixels.image_mean).double().view(3, 1, 1)
@@ -155,16 +155,18 @@ def test_whole_frames(mode: int) -> None:
     torch.testing.assert_close(
         to_frames(frames, pixels).double(), (small.double() / 255 - mean) / std, **CLOSE
     )
-    narrow = TILES.updated({"size": {"shortest_edge": 35}}).updated({})
+    narrow = TILES.with_changes({"size": {"shortest_edge": 35}}).with_changes({})
     assert to_frames(frames, narrow).shape == (3, 3, 45, 35)
 
 
 def test_parts_of_the_recipe_can_be_left_out() -> None:
     frames = noise(2, 3, 56, 56)
-    bare = TILES.updated({"do_normalize": False})
+    bare = TILES.with_changes({"do_normalize": False})
     assert torch.equal(to_frames(frames, bare), frames * (1 / 255))
-    assert torch.equal(to_frames(frames, TILES.updated({"do_normalize": False, "do_rescale": False})), frames)
-    plain = normalise(frames, TILES.updated({"do_rescale": False}))
+    assert torch.equal(
+        to_frames(frames, TILES.with_changes({"do_normalize": False, "do_rescale": False})), frames
+    )
+    plain = normalise(frames, TILES.with_changes({"do_rescale": False}))
     torch.testing.assert_close(plain[:, 0], (frames[:, 0].float() - TILES.image_mean[0]) / TILES.image_std[0])
 
 
@@ -187,14 +189,14 @@ def test_anyres_tokens_are_those_of_the_unpadded_features(height: int, width: in
     assert list(found) == shape
 
 
-DEEP, AS_IT_IS = TILES.updated({"size": {"depth": 3}}), PATCHES.updated({"do_resize": False})
+DEEP, AS_IT_IS = TILES.with_changes({"size": {"depth": 3}}), PATCHES.with_changes({"do_resize": False})
 UNSET = "patch_size, merge_size and temporal_patch_size must be set"
 
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (lambda: PATCHES.updated({"resample": 1}), "resample=1 is not supported"),
+        (lambda: PATCHES.with_changes({"resample": 1}), "resample=1 is not supported"),
         (lambda: to_frames(noise(1, 3, 9, 9), DEEP), "must have 'height' and 'width'"),
         (lambda: to_patches(noise(1, 3, 60, 60), TILES), UNSET),
         (lambda: to_patches(noise(1, 3, 60, 61), AS_IT_IS), "do not divide into patches"),
@@ -244,7 +246,7 @@ def test_what_is_kept_of_a_mean_is_float32_whatever_the_default_is() -> None:
     means = {"image_mean": (0.25, 0.5, 0.75)}  # of no other test: they are kept by value
     torch.set_default_dtype(torch.float64)
     try:
-        normalise(frames, TILES.updated(means))
+        normalise(frames, TILES.with_changes(means))
     finally:
         torch.set_default_dtype(torch.float32)
-    assert normalise(frames, TILES.updated(means)).dtype == torch.float32
+    assert normalise(frames, TILES.with_changes(means)).dtype == torch.float32

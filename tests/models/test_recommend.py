@@ -25,7 +25,7 @@ from mmaccel.core.recipe import (
     FORMER,
     MAIN_PRESETS,
     Recipe,
-    check_sequences,
+    check_generate,
     presets,
     read_recipe_fields,
     stream_policy,
@@ -322,7 +322,7 @@ def test_a_preset_says_what_it_keeps_and_risks_and_where_its_figures_stand(name:
     lines = resources.files("mmaccel").joinpath("recipes", f"{name}.yaml").read_text().splitlines()
     told = {line.split()[1] for line in lines if line.startswith("# ") and len(line.split()) > 3}
     assert {"keeps", "risks", "figures"} <= told and len(presets()[name].split()) > 5 and len(lines[0]) <= 101
-    check_sequences(Recipe.load(name))
+    check_generate(Recipe.load(name))
     stream_policy(Recipe.load(name))
 
 

@@ -149,7 +149,13 @@ MEMORIES: dict[str, tuple[dict[str, Any], int]] = {
 """Each with the launches of a pass at most."""
 KERNELS = [
     (clusters, name)
-    for name in ("score_keys", "mask_beyond_budget", "mask_and_count_better", "select_entries", "mean_query")
+    for name in (
+        "score_keys",
+        "mark_clusters_beyond_budget",
+        "mask_and_count_better",
+        "select_entries",
+        "mean_query",
+    )
 ]
 
 

@@ -194,7 +194,7 @@ def test_its_facts_are_those_of_its_class(theirs: tuple[Any, Processor], tmp_pat
 
 def test_a_family_without_a_fact_does_without(theirs: tuple[Any, Processor], monkeypatch) -> None:
     model, processor = theirs
-    monkeypatch.setattr(TheirFamily, "vision_tower_reader", None)
+    monkeypatch.setattr(TheirFamily, "vision_scorer", None)
     with pytest.raises(RecipeError, match="cannot read the vision tower of theirs"):
         mmaccel.accelerate(model, prune="visionzip")
     monkeypatch.setattr(TheirFamily, "processors", {})

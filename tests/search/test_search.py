@@ -28,7 +28,13 @@ from mmaccel.search.picture import (
     pool_head_attention,
 )
 from mmaccel.search.run import differing_options, head_pattern_names
-from mmaccel.search.space import KINDS, BudgetScale, ModalityPairSlot, find_all_budget_steps, recipe_for_slot
+from mmaccel.search.space import (
+    KINDS,
+    BudgetScale,
+    ModalityPairSlot,
+    find_candidates_at_target_cost,
+    recipe_for_slot,
+)
 from tests.models.tiny_random import BUILD, prompt
 from tests.spies import Largest
 
@@ -249,7 +255,7 @@ def test_planted_heads_are_found() -> None:
         row = bench.measure_cost(pattern, target, 0)
         return row["pairs"] / row["target_pairs"]
 
-    space = find_all_budget_steps(BudgetScale(512, 16, 16), ["no_boundary"], [VIDEO], cost, 0.05)
+    space = find_candidates_at_target_cost(BudgetScale(512, 16, 16), ["no_boundary"], [VIDEO], cost, 0.05)
     heads = measure.measure_candidates(bench, space, [VIDEO], 16, 0.05)
     names = []
     for head in heads:

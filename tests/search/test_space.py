@@ -15,8 +15,8 @@ from mmaccel.search.space import (
     BudgetScale,
     budget_rows,
     build_pattern,
-    find_all_budget_steps,
     find_budget_step,
+    find_candidates_at_target_cost,
     merge_equal_candidates,
     pattern_json_key,
     recipe_for_all_slots,
@@ -93,7 +93,9 @@ def test_our_row_is_brought_to_several_shares_of_the_target() -> None:
 
 def test_a_head_that_costs_more_than_the_mean_takes_less_of_our_row() -> None:
     scale = BudgetScale(LONG, 196, 64, extended=True)
-    space = find_all_budget_steps(scale, ["no_boundary"], VIDEO_AND_TEXT, affine, 0.02, share=lambda p: 1.0)
+    space = find_candidates_at_target_cost(
+        scale, ["no_boundary"], VIDEO_AND_TEXT, affine, 0.02, share=lambda p: 1.0
+    )
     candidates = space["no_boundary"]
     mine = [n for n, one in enumerate(candidates) if one.rows[0].startswith("ours: first block")]
     scores = [0.5] * len(candidates)
@@ -165,9 +167,9 @@ def test_a_type_that_is_always_dearer_is_left_out() -> None:
     def cost(pattern: Mapping[str, Any]) -> float:
         return 3.0 if pattern["name"] == "boundary_2d" else 1.0
 
-    space = find_all_budget_steps(FULL, KINDS, VIDEO_AND_TEXT, cost, 0.05)
+    space = find_candidates_at_target_cost(FULL, KINDS, VIDEO_AND_TEXT, cost, 0.05)
     assert list(space) == ["no_boundary", "k_boundary", "q_boundary"]
-    nothing = find_all_budget_steps(FULL, KINDS, VIDEO_AND_TEXT, lambda p: 3.0, 0.05)
+    nothing = find_candidates_at_target_cost(FULL, KINDS, VIDEO_AND_TEXT, lambda p: 3.0, 0.05)
     assert [dict(c.pattern) for c in nothing["no_boundary"]] == [FULL.target_pattern()] and len(nothing) == 1
 
 
@@ -200,7 +202,9 @@ def head_of(scores: Mapping[str, Any], shares: Mapping[str, Any], **more: Any) -
 
 
 def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
-    space = find_all_budget_steps(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
+    space = find_candidates_at_target_cost(
+        FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05
+    )
     count = len(space["no_boundary"])
     scores = [0.5] * count
     one, half = [1.0] * count, [0.5] * count
@@ -224,7 +228,9 @@ def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
 
 def test_slots_give_way_where_a_head_would_cost_too_much() -> None:
     """Candidates that are level in all slots together are not when each slot takes the one that is dear there."""
-    space = find_all_budget_steps(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
+    space = find_candidates_at_target_cost(
+        FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05
+    )
     count = len(space["q_boundary"])
     scores = {"text": [0.1, 0.2, *[0.9] * (count - 2)], "video": [0.4, 0.3, 0.31, *[0.9] * (count - 3)]}
     # The first lists most for texts, the second for videos, the third less there than the second.

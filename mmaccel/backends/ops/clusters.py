@@ -48,7 +48,7 @@ class EntryKeys(NamedTuple):
     cosine: bool
 
 
-class Words(NamedTuple):
+class WordQueries(NamedTuple):
     """A question's query vectors: `rows` [R, n, d] float32, of which the first `number` [1] belong to words of the user."""
 
     rows: Tensor
@@ -83,7 +83,7 @@ def score_keys(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
 
 
 @operator("stream", serves=_few)
-def score_by_words(key: Tensor, words: Words, size: Tensor, cosine: bool) -> Tensor:
+def score_by_words(key: Tensor, words: WordQueries, size: Tensor, cosine: bool) -> Tensor:
     """Score clusters by the question word that matches each best, [R, C] float32; keys [R, C, d].
 
     The scores of each word are standardized over clusters with `size` [R, C] > 0. A cluster's score is that of its best word
@@ -104,7 +104,7 @@ def score_by_words(key: Tensor, words: Words, size: Tensor, cosine: bool) -> Ten
 
 
 @operator("stream", serves=_few)
-def mask_beyond_budget(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
+def mark_clusters_beyond_budget(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
     """Mark the visual clusters beyond the budget, [R, V] bool: those for which better-scored clusters already hold `limit`
     entries or more. The best `fewest` clusters are never marked. score [R, V], size [V]; empty clusters rank last."""
     order = score.masked_fill(size == 0, -torch.inf).sort(dim=1, descending=True, stable=True).indices

@@ -101,8 +101,8 @@ def _standardize_scores_kernel(SCORE, SIZE, COUNT, OUT, C, n, BLOCK: tl.constexp
 
 @triton.jit(do_not_specialize=["V", "limit", "fewest"])
 def _beyond_budget_kernel(SCORE, SIZE, OUT, V, limit, fewest, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
-    """Kernel of `mask_beyond_budget`, for BLOCK visual clusters of a layer: whether better-scored ones fill the budget
-    already."""
+    """Kernel of `mark_clusters_beyond_budget`, for BLOCK visual clusters of a layer: whether better-scored ones fill the
+    budget already."""
     row = tl.program_id(1).to(tl.int64) * V
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     score = _visual(SCORE + row, SIZE, at, V)[0]
@@ -408,8 +408,8 @@ def score_by_words(key, words, size, cosine):
     return out
 
 
-def mask_beyond_budget(score, size, limit, fewest):
-    """Launch `ops.clusters.mask_beyond_budget`: which visual clusters are beyond a budget of `limit` entries, [R, V]."""
+def mark_clusters_beyond_budget(score, size, limit, fewest):
+    """Launch `ops.clusters.mark_clusters_beyond_budget`: which visual clusters are beyond a budget of `limit`, [R, V]."""
     R, V = score.shape
     out = torch.empty(R, V, dtype=torch.bool, device=score.device)
     if V:

@@ -105,7 +105,7 @@ class EncodingMemory(StreamMemory):
         fetched = self.prefetcher.addresses() if self._first else None
         table = self.stream.positions.position_table_address(units)
         self.replays.drop_if_moved(
-            (self.index.addresses(), table, fetched, self._table and self._table.address)
+            (self.index.addresses(), table, fetched, self._table and self._table.capture_key)
         )
 
     def _folded(self, query: Tensor, count: Tensor | None = None) -> Tensor:

@@ -211,7 +211,7 @@ class Index(ABC):
     ) -> tuple[SearchResult, Tensor | None]:
         """Return what `search` finds by `queries[0]` and, by `queries[1]` if given, units (frames) [ahead] to prefetch for
         the next layer (-1: none; of its last cluster the oldest). queries [1 or 2, d]; `prepare` comes first. `words`
-        (`clusters.Words`), if given, score clusters; `late` (`clusters.NewestEntries`) units are appended to the result."""
+        (`clusters.WordQueries`), if given, score clusters; units `late` (`clusters.NewestEntries`) come behind it."""
         now, rows = self._now, slice(layer, layer + len(queries))
         if len(now.entries) <= budget:
             entries, scores = now.entries, clusters.score_keys(self.key[rows], queries, self.cosine)
@@ -233,7 +233,7 @@ class Index(ABC):
         return SearchResult(entries, picked if now.ready else picked[:0], scores[0]), coming
 
     def _candidates(
-        self, rows: slice, queries: Tensor, budget: int, words: clusters.Words | None
+        self, rows: slice, queries: Tensor, budget: int, words: clusters.WordQueries | None
     ) -> tuple[Tensor, Tensor]:
         """[R, C] scores of the clusters that may be retrieved, -inf elsewhere; how many units are in the clusters before
         each."""
@@ -241,7 +241,7 @@ class Index(ABC):
         scores = self._scored(self.key[rows], queries, size, words)
         return clusters.mask_and_count_better(scores, size, None, None)
 
-    def _scored(self, key: Tensor, queries: Tensor, size: Tensor, words: clusters.Words | None) -> Tensor:
+    def _scored(self, key: Tensor, queries: Tensor, size: Tensor, words: Any) -> Tensor:
         """[R, C] scores of clusters of `size` [R, C] with keys [R, C, d]."""
         if words is None:
             return clusters.score_keys(key, queries, self.cosine)

@@ -181,7 +181,7 @@ class ArchivedMemory(EncodingMemory):
             queries = torch.stack([self._folded(one, numbers[:1]) for one in asked])
             if self.index.by_words:
                 rows = torch.stack([clusters.sum_query_groups(one, self.geometry.kv_heads) for one in asked])
-                words = clusters.Words(rows, numbers[:1])
+                words = clusters.WordQueries(rows, numbers[:1])
             late = clusters.NewestEntries(numbers[1:2], 1, more)
             found, ahead = self.index.search_ahead(layer, queries, budget, 0 if last else wide, late, words)
             made = list[Tensor]()

@@ -149,7 +149,7 @@ class ClusterIndex(Index):
         self._asked.copy_(look)
 
     def _candidates(
-        self, rows: slice, queries: Tensor, budget: int, words: ops.Words | None
+        self, rows: slice, queries: Tensor, budget: int, words: ops.WordQueries | None
     ) -> tuple[Tensor, Tensor]:
         """First whole visual clusters by score until they hold `STAGE` times the budget; of the clusters inside these, as
         `Index` has it."""
@@ -164,7 +164,7 @@ class ClusterIndex(Index):
         else:
             held = now.visual.expand(len(queries), -1)
             ranked = self._scored(self.visual_key[rows], queries, held, words)
-        without = ops.mask_beyond_budget(ranked, now.visual, STAGE * budget, FEWEST)
+        without = ops.mark_clusters_beyond_budget(ranked, now.visual, STAGE * budget, FEWEST)
         return ops.mask_and_count_better(scores, size, now.parent[rows], without)
 
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:

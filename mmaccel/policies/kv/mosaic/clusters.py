@@ -165,7 +165,7 @@ class ClusterTable:
         self._own(layer, cluster, packed)
         self.dirty[layer, cluster] = True
 
-    def set_row(self, name: str, layer: Tensor, cluster: Tensor, value: Tensor | float) -> None:
+    def set_field(self, name: str, layer: Tensor, cluster: Tensor, value: Tensor | float) -> None:
         """Set the field `name` (parent, home, lazy or limit) of the clusters (layer [b], cluster [b]) to `value`."""
         self._note(layer, cluster)
         if name == "parent":

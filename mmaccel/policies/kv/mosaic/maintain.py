@@ -215,7 +215,7 @@ class ClusterHierarchy:
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)
         split_exceeding(level, bounds, points, layer, cluster, rules.unmix)
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)
-        level.set_row("limit", layer, cluster, 0.0)
+        level.set_field("limit", layer, cluster, 0.0)
 
     def _place_look(self, unit: int, row: int, matching: NearestCluster) -> int:
         """The visual cluster of `unit`, the `row`-th of those being matched."""
@@ -267,10 +267,10 @@ class ClusterHierarchy:
             piece = level.allocate_ids(at, torch.full_like(at, new))
             level.set_members(at, piece, members.masked_fill(~gone, -1), x)
             level.set_members(at, ids, members.masked_fill(gone, -1), x)
-            level.set_row("limit", at, piece, level.limit[at, ids])
+            level.set_field("limit", at, piece, level.limit[at, ids])
             self.counters["cuts"] += at.numel()
             apart = torch.cat([at, at]), torch.cat([ids, piece])
-        level.set_row("parent", layer[whole], cluster[whole], new)
+        level.set_field("parent", layer[whole], cluster[whole], new)
         self._part_buffers()
         if apart is not None:
             # A part may vary more than the whole did.
@@ -349,8 +349,8 @@ class ClusterHierarchy:
         single, owner = layer[~fits], torch.from_numpy(home[~fits])
         if single.size:
             new, at = self._alone(single, parent, unit, u[~fits]), torch.from_numpy(single)
-            level.set_row("home", at, new, owner)
-            level.set_row("lazy", at, owner, 1)
+            level.set_field("home", at, new, owner)
+            level.set_field("lazy", at, owner, 1)
             for one, cluster in zip(single.tolist(), new.tolist(), strict=True):
                 self.buffer[one].append(cluster)
         self.counters["deferred"] += layer.size
@@ -371,9 +371,9 @@ class ClusterHierarchy:
         level, at = self.semantic, (torch.tensor([layer]), torch.tensor([cluster]))
         home = level.home[at]
         self.buffer[layer].remove(cluster)
-        level.set_row("home", *at, -1)
+        level.set_field("home", *at, -1)
         if not bool((level.home[layer, self.buffer[layer]] == home).any()):
-            level.set_row("lazy", at[0], home, 0)
+            level.set_field("lazy", at[0], home, 0)
 
     @single_cpu_thread()
     def split_deferred(self, layer: int, clusters: Tensor) -> None:
@@ -390,7 +390,7 @@ class ClusterHierarchy:
                 level.free_id(layer, one)
                 level.write_clusters(*at, both, *joined, size)
                 self.buffer[layer].remove(one)
-            level.set_row("lazy", *at, 0)
+            level.set_field("lazy", *at, 0)
             self.counters["deferred_splits"] += self._refine(*at)
             self.counters["resolved"] += 1
 

@@ -154,7 +154,7 @@ def split_exceeding(
         weak = (left > (1 - gain) * s2) | (depth >= DEEPEST)
         label = torch.where((weak & forced)[:, None], split_in_half(present), label)
         refused = weak & ~forced
-        level.set_row("limit", layer[refused], cluster[refused], RAISED * s2[refused])
+        level.set_field("limit", layer[refused], cluster[refused], RAISED * s2[refused])
         layer, cluster, members, x, label = (t[~refused] for t in (layer, cluster, members, x, label))
         if not layer.numel():
             break
@@ -162,7 +162,7 @@ def split_exceeding(
         for ids, side in ((cluster, 0), (new, 1)):
             mine = label == side
             level.set_members(layer, ids, members.masked_fill(~mine, -1), x)
-            level.set_row("limit", layer, ids, 0.0)
+            level.set_field("limit", layer, ids, 0.0)
         if split is not None:
             split(layer, cluster, new)
         splits += layer.numel()

@@ -247,7 +247,7 @@ class HostStore:
             slabs.slot_views([slot])[0].copy_(kept)
         table.stale = True
         slabs.free_last_slab()
-        self.gather_tables.drop()
+        self.gather_tables.invalidate()
         self._dropped += count
         self.lost += old[:count]
         return old[:count]
@@ -320,7 +320,7 @@ class HostStore:
         """Release all memory and remove all files; a closed store cannot be used."""
         if not self._closed:
             self.lanes.wire.record_mark().wait_on_host()
-            self.gather_tables.drop()
+            self.gather_tables.invalidate()
             self.slabs.close()
             self.table = SlotTable(self.shape.layers, self.device)
             self._closed = True
@@ -347,7 +347,7 @@ class HostStore:
             if self.slabs.add_slab():
                 # Behind all others: it stays a heap.
                 self.table.free += range(size, size + self.slabs.per)
-                self.gather_tables.drop()
+                self.gather_tables.invalidate()
                 continue
             drops = self.spill == "drop_oldest"
             if drops and self.slabs.next_slab_exceeds_process_limit and self.relieve():

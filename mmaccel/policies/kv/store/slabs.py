@@ -339,7 +339,7 @@ class GatherTable:
     grain: int = 1
     base: list[Tensor] = field(default_factory=list)
 
-    def lay(self, held: Slabs, lanes: CopyQueues, device: torch.device) -> None:
+    def fill_from_slabs(self, held: Slabs, lanes: CopyQueues, device: torch.device) -> None:
         """Fill the table from the slabs `held`, in its old device tensor if that has room; for copies queued from now on."""
         slabs = list(held.slabs)
         # Without slabs the first place takes their part, whatever its size.
@@ -362,7 +362,7 @@ class GatherTable:
         self.slabs, self.grain, self.base = slabs, slab_alignment(slabs), base
 
     @property
-    def address(self) -> Any:
+    def capture_key(self) -> Any:
         """A value that stays equal as long as a captured copy by this table stays valid."""
         return self.slabs and (
             self.slabs[0].data_ptr(),
@@ -389,12 +389,12 @@ class GatherTables:
         known = (one for one in (held, self._last) if one is not None and one.places is places)
         table = next(known, None) or GatherTable(places)
         if not table.slabs:
-            table.lay(*self._of)
+            table.fill_from_slabs(*self._of)
             self._all.add(table)
         self._last = table if held is None else self._last
         return table
 
-    def drop(self) -> None:
+    def invalidate(self) -> None:
         """Empty all tables, since the store's slabs have changed; `find` fills them again."""
         for one in self._all:
             one.slabs = []

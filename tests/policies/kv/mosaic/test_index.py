@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.clusters import Words, score_by_words, score_keys
+from mmaccel.backends.ops.clusters import WordQueries, score_by_words, score_keys
 from mmaccel.policies.kv._index import Index, SearchResult
 from mmaccel.policies.kv.mosaic import FEWEST, STAGE, ClusterIndex
 from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
@@ -202,7 +202,7 @@ def test_words_ask_each_for_itself(tree: ClusterHierarchy) -> None:
     assert index.by_words
     rows = torch.stack([query(seed) for seed in range(3)])
     index.prepare(end)
-    asked = Words(rows[None], torch.tensor([3]))
+    asked = WordQueries(rows[None], torch.tensor([3]))
     found = index.search_ahead(layer, rows.mean(0)[None], budget, 0, words=asked)[0]
     for level, at in ((tree.visual, 0), (tree.semantic, layer)):
         used = [one for one in range(level.id_bound) if level.size[at, one] > 0]
@@ -234,7 +234,7 @@ def test_a_frame_that_one_word_is_about_is_found() -> None:
     words = torch.stack([common] * 5 + [rare])
     size = torch.ones(1, 31, dtype=torch.long)
     assert int(score_keys(key, words.mean(0)[None], False).argmax()) != 30
-    assert int(score_by_words(key, Words(words[None], torch.tensor([6])), size, False).argmax()) == 30
+    assert int(score_by_words(key, WordQueries(words[None], torch.tensor([6])), size, False).argmax()) == 30
 
 
 def check(index: ClusterIndex, tree: ClusterHierarchy, end: int) -> None:

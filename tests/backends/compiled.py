@@ -277,9 +277,8 @@ def clustered() -> None:
     size, score, one = long[:, :count], blank(layers, count, dtype=torch.float32), long[0, :1]
     own = clusters.EntryKeys(key.transpose(0, 1), 1, lambda at: query, query[0], False)
     stream.score_keys(key, query, False)
-    stream.score_by_words(
-        key, clusters.WordQueries(blank(layers, 16, 512, dtype=torch.float32), one), size, False
-    )
+    words = clusters.WordQueries(blank(layers, 16, 512, dtype=torch.float32), one)
+    stream.score_by_words(key, words, size, False)
     stream.mark_clusters_beyond_budget(score, size[0], 256, 2)
     stream.mask_and_count_better(score, size, size, score > 0)
     lists = clusters.ClusterMembership(long, long, long, size, size, 32)
@@ -295,8 +294,7 @@ def gathered(tokens: int, size: int, apart: bool) -> None:
     """Units from the host, written side by side or as slots lie."""
     slab = blank(10, 2, 4, tokens, size)
     out = torch.empty_like(slab[:5]).permute(1, 2, 0, 3, 4) if apart else blank(2, 4, 5 * tokens, size)
-    index = zeros(5)
-    stream.copy_units(out, [slab], index[:1], index, clusters.slab_alignment([slab]))
+    stream.copy_units(out, [slab], zeros(1), zeros(5), clusters.slab_alignment([slab]))
 
 
 def rows_alone() -> None:

@@ -164,6 +164,7 @@ class EncodingMemory(StreamMemory):
         out = replays.get_buffer("attended", (most, query.shape[1], value.shape[3]), value.dtype)[:rows]
         found = replays.get_buffer(("found", layer), (2, self.encode_budget), torch.long)
         before, crossed = len(self._encoded), len(self.prefetcher.crossing)
+        at = tuple(one.data_ptr() for one in self._head(layer))
 
         def work() -> tuple[Tensor, ...]:
             out.copy_(_rows_first(attend(_heads_first(held[0]))))
@@ -174,7 +175,7 @@ class EncodingMemory(StreamMemory):
         self._new[layer] = _heads_first(held[1]), _heads_first(held[2])
         self._rings[layer] = Ring(ring.key, held[3][None], held[4][None])
         try:
-            replays((*self._pass_name(layer), query.shape), work, at=self._head(layer)[0].data_ptr())
+            replays((*self._pass_name(layer), query.shape), work, at=at)
         finally:
             self._new[layer], self._rings[layer] = (key, value), ring
             del self._encoded[before:], self.prefetcher.crossing[crossed:]

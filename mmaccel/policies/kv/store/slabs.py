@@ -338,6 +338,7 @@ class GatherTable:
     slabs: list[Tensor] = field(default_factory=list)
     grain: int = 1
     base: list[Tensor] = field(default_factory=list)
+    _key: tuple[Any, ...] = ()
 
     def fill_from_slabs(self, held: Slabs, lanes: CopyQueues, device: torch.device) -> None:
         """Fill the table from the slabs `held`, in its old device tensor if that has room; for copies queued from now on."""
@@ -348,28 +349,25 @@ class GatherTable:
         apart = [one.data_ptr() - slabs[0].data_ptr() for one in slabs]
         room = max(64, 1 << len(slabs).bit_length())
         base = self.base if self.base and len(self.base[0]) >= room else []
-        lanes.wire.wait(lanes.compute_queue.record_mark())
+        compute = lanes.compute_queue  # by the wire's side the current stream is the wire's
+        lanes.wire.wait(compute.record_mark())
 
         def send() -> None:
             if not base:
                 with torch.inference_mode(False):
                     base.append(torch.zeros(room, dtype=torch.long, device=device))
-                lanes.compute_queue.keep_alive(base[0])
+                compute.keep_alive(base[0])
             base[0][: len(apart)] = on_device(apart, device)
 
         # On the compute lane it would be sent after the mark that the wire has waited for.
         lanes.wire.run(send)
         self.slabs, self.grain, self.base = slabs, slab_alignment(slabs), base
+        self._key = slabs[0].data_ptr(), slabs[0].shape, self.grain
 
     @property
     def capture_key(self) -> Any:
-        """A value that stays equal as long as a captured copy by this table stays valid."""
-        return self.slabs and (
-            self.slabs[0].data_ptr(),
-            self.slabs[0].shape,
-            self.base[0].data_ptr(),
-            self.grain,
-        )
+        """A value that stays equal as long as a captured copy by this table stays valid, once the table is filled again."""
+        return self.base and (*self._key, self.base[0].data_ptr())
 
     def copy_units(self, slot: Tensor, out: Tensor, run: Callable[[Callable[[], object]], None]) -> None:
         """Copy the units in `slot` [n] to `out`, as `HostStore.gather` does, by `run` (of a `DeviceQueue`)."""

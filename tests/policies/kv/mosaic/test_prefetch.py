@@ -15,11 +15,13 @@ from torch import Tensor
 
 from mmaccel.core.decoding import replay
 from mmaccel.core.memory.buffers import QueueMark, on_device
+from mmaccel.core.memory.split import MultiDeviceStreamState
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv.store import HostStore, host
 from tests.core.test_replay import Recorded, Repeated
 from tests.policies.kv.mosaic.driven import Driven
 from tests.policies.kv.store.units import LAYERS, TOKENS, SimLane, SimLanes, contents, fill, open_store
+from tests.policies.kv.token_streams import CPU
 from tests.spies import product
 
 FIRST, COUNT, ROOM = 12, 16, 4
@@ -319,6 +321,37 @@ def test_a_replayed_pass_sees_what_one_launched_by_one_sees(
     assert (both[0].state._base > 0) == (limit == 150)
     # Made anew where the base becomes one, or what is read was moved; there are 48 passes.
     assert LAYERS <= Replayed.made <= 20 * LAYERS
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_captures_outlast_questions_and_new_slabs(
+    spread: bool, monkeypatch: pytest.MonkeyPatch, replays: Callable[[Driven], None]
+) -> None:
+    """Also of a model over several devices, whose layers pass through what stands for all their memories."""
+    driven = Driven(encode_frames=3, buffer=0)
+    state, slabs = driven.state, driven.state.store.slabs
+    replays(driven)
+    monkeypatch.setattr(replay, "_Replay", Replayed)  # slabs that come are known on a device alone
+    slabs.per, slabs.slab_bytes = LAYERS, LAYERS * state.store.shape.nbytes
+    driven.state = MultiDeviceStreamState([(range(LAYERS), CPU, state)]) if spread else state  # type: ignore[assignment]
+    driven.watch(14, 2)
+    for number in range(12):
+        driven.watch(1)
+        driven.ask(number % 3)
+    passes = [name for name in state.replays._held if name[0] == "pass" and state.replays.is_captured(name, ...)]
+    assert len(slabs.slabs) > 20 and len(passes) >= LAYERS
+
+
+def test_a_pass_reads_the_values_of_the_head_that_is_there(replays: Callable[[Driven], None]) -> None:
+    """A stream begun anew has its turned keys where the last one's were, and its values elsewhere."""
+    both = [Driven(encode_frames=0) for _ in range(2)]
+    replays(both[1])
+    for scale in (1.0, 2.0):
+        for driven in both:
+            heads = driven.state._heads
+            heads[:] = [head and head._replace(value=head.value * scale) for head in heads]
+        one, other = (driven.watch(25) for driven in both)
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_kinds_of_questions_asked_in_turns_keep_their_captures(replays: Callable[[Driven], None]) -> None:

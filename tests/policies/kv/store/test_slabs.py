@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -154,6 +155,21 @@ def test_where_slabs_lie_is_sent_before_it_is_read(monkeypatch: pytest.MonkeyPat
     issued = True
     lanes.rush()
     assert len(told) == 2 and len(told[0]) > 1
+
+
+def test_where_slabs_lie_stays_until_what_computes_has_read_it() -> None:
+    """On a device the current stream is the wire's while that is given something to send."""
+    store, own, wire = open_store(8), mock.Mock(), mock.Mock()
+    fill(store, [0])
+    lanes = SimpleNamespace(wire=wire, compute_queue=own)
+
+    def run(work: Callable[[], object]) -> None:
+        lanes.compute_queue = wire
+        work()
+
+    wire.run = run
+    slabs.GatherTable(()).lay(store.slabs, lanes, store.device)  # type: ignore[arg-type]
+    assert own.keep_alive.call_count == 1 and not wire.keep_alive.called
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -316,7 +316,7 @@ class IngestState(PassState):
     def _turn_rings(self) -> None:
         if self._count == self._first:
             return
-        positions = self.stream.positions
+        self._stacked, positions = ([], []), self.stream.positions
         # Units before the base are those that no query of a new unit sees; they are turned at the base's own position.
         numbers = (torch.arange(self._first, self._count) - self._base).clamp(min=0)
         own = None if positions.has_even_rate else positions.by_time(self._first, len(numbers), self._base)

@@ -258,6 +258,14 @@ def test_what_is_held_counts_the_head_as_it_was_turned() -> None:
     assert state.nbytes() == kept - 3 * rows * HEAD
 
 
+def test_windows_before_an_ingestion_are_not_kept_beside_those_after_it() -> None:
+    driven = watched(20)
+    driven.state.begin_ingest()
+    driven.watch(3)
+    driven.state.end_ingest()
+    assert not driven.state._stacked[1]
+
+
 def test_a_stream_begun_anew_knows_nothing_of_the_old_one() -> None:
     driven = watched()
     driven.ask(1)

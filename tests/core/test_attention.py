@@ -3,10 +3,12 @@
 And a window as a plan: the pairs that the dense operator computes, and no pair twice.
 """
 
+import weakref
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -278,6 +280,15 @@ def test_its_pairs_are_those_of_the_window(rows: int, keys: int, sinks: int, win
     assert torch.equal(count[0, 0] > 0, seen) and torch.equal(count[0, 1] > 0, seen)
     # Blocks, of which two at either end of a window are not whole, are all that is computed beside it.
     assert plan.count_listed_pairs()[0, 0] <= seen.sum() + rows * 4 * 128
+
+
+def test_plans_are_kept_for_good_where_a_graph_reads_them() -> None:
+    """Prompts and streams of ever other lengths do not fill the device."""
+    capturing = dict.fromkeys(("is_initialized", "is_current_stream_capturing"), lambda: True)
+    with mock.patch.multiple(torch.cuda, **capturing):
+        held = weakref.ref(window_plan(1, 5, 0, 1, 1, CPU))
+    others = [weakref.ref(window_plan(1, 6 + n, 0, 1, 1, CPU)) for n in range(99)]
+    assert held() is window_plan(1, 5, 0, 1, 1, CPU) and others[0]() is None
 
 
 @pytest.mark.parametrize(("rows", "keys", "sinks", "window"), SHAPES, ids=str)

@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import lru_cache, wraps
 from typing import Any, ClassVar
 
 import torch
@@ -299,7 +299,21 @@ def planning_benchmark(
     return plan
 
 
-@cache
+def _cached_for_graphs(make: Callable[..., AttentionPlan]) -> Callable[..., AttentionPlan]:
+    """`make`, which keeps the last plans, and for good those of which a CUDA graph is captured, as that reads them."""
+    last, captured = lru_cache(64)(make), dict[Any, AttentionPlan]()
+
+    @wraps(make)
+    def call(*sizes: Any) -> AttentionPlan:
+        plan = captured.get(sizes) or last(*sizes)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            captured[sizes] = plan
+        return plan
+
+    return call
+
+
+@_cached_for_graphs
 @torch.inference_mode(False)
 @torch.no_grad()
 def window_plan(
@@ -308,8 +322,7 @@ def window_plan(
     """Return the plan of what `dense_attend` computes for `keys` columns, the last `rows` of which are queries, with
     `window` and `sinks`, for one sequence.
 
-    It depends on sizes alone: one plan serves all layers of a pass, and all passes of a full window. It is kept for good,
-    for captured graphs read it. No host read.
+    It depends on sizes alone: one plan serves all layers of a pass, and all passes of a full window. No host read.
     """
     start, sinks = keys - rows, min(sinks, keys)
     columns = torch.arange(keys + -keys % TILE, dtype=torch.int32, device=device)

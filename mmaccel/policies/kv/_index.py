@@ -261,8 +261,8 @@ class Index(ABC):
 
     @property
     def cluster_capacity(self) -> int:
-        """C, the number of cluster ids per layer, used or free."""
-        return int(self._now.lists.size.shape[1])
+        """The number of cluster ids per layer, used or free, for which there is a summary token; at most C."""
+        return min(one.shape[1] for one in (self._now.lists.size, self.value, self.time))
 
     def summarise(
         self, layer: int, found: SearchResult, out: Tensor, head: int, left: Tensor | None

@@ -16,6 +16,7 @@ from torch import Tensor
 from mmaccel.core.decoding import replay
 from mmaccel.core.memory.buffers import QueueMark, on_device
 from mmaccel.core.memory.split import MultiDeviceStreamState
+from mmaccel.policies.kv import _retrieval
 from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
 from mmaccel.policies.kv.store import HostStore, host
 from tests.core.test_replay import Recorded, Repeated
@@ -352,6 +353,18 @@ def test_a_pass_reads_the_values_of_the_head_that_is_there(replays: Callable[[Dr
             heads[:] = [head and head._replace(value=head.value * scale) for head in heads]
         one, other = (driven.watch(25) for driven in both)
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_replay_has_no_places_for_clusters_without_values(
+    monkeypatch: pytest.MonkeyPatch, replays: Callable[[Driven], None]
+) -> None:
+    """Keys of units, searched before there are clusters, have more room than what clusters begin with."""
+    monkeypatch.setattr(_retrieval, "STEP", 1000)
+    replays(driven := Driven(init=80))
+    for count in (78, 8):
+        driven.watch(count)
+        driven.ask()
+    assert driven.index.value.shape[1] < driven.index.key.shape[1]
 
 
 def test_kinds_of_questions_asked_in_turns_keep_their_captures(replays: Callable[[Driven], None]) -> None:

@@ -339,7 +339,9 @@ def test_captures_outlast_questions_and_new_slabs(
     for number in range(12):
         driven.watch(1)
         driven.ask(number % 3)
-    passes = [name for name in state.replays._held if name[0] == "pass" and state.replays.is_captured(name, ...)]
+    passes = [
+        name for name in state.replays._held if name[0] == "pass" and state.replays.is_captured(name, ...)
+    ]
     assert len(slabs.slabs) > 20 and len(passes) >= LAYERS
 
 

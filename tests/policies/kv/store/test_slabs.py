@@ -168,7 +168,7 @@ def test_where_slabs_lie_stays_until_what_computes_has_read_it() -> None:
         work()
 
     wire.run = run
-    slabs.GatherTable(()).lay(store.slabs, lanes, store.device)  # type: ignore[arg-type]
+    slabs.GatherTable(()).fill_from_slabs(store.slabs, lanes, store.device)  # type: ignore[arg-type]
     assert own.keep_alive.call_count == 1 and not wire.keep_alive.called
 
 

@@ -306,7 +306,7 @@ def _cached_for_graphs(make: Callable[..., AttentionPlan]) -> Callable[..., Atte
     @wraps(make)
     def call(*sizes: Any) -> AttentionPlan:
         plan = captured.get(sizes) or last(*sizes)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             captured[sizes] = plan
         return plan
 

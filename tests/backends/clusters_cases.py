@@ -5,13 +5,6 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import clusters as plain
-from mmaccel.backends.ops.clusters import (
-    ClusterMembership,
-    EntryKeys,
-    NewestEntries,
-    WordQueries,
-    count_better_entries,
-)
 from mmaccel.backends.triton import stream
 
 from .triton_cases import DEVICE, DTYPES, INTERPRETED, some
@@ -36,19 +29,19 @@ def few(shape: tuple[int, ...], seed: int, kinds: int = 5) -> Tensor:
     return torch.randint(kinds, shape, generator=torch.Generator().manual_seed(seed)).float() - 2
 
 
-def lists_of(owner: Tensor, count: int) -> ClusterMembership:
+def lists_of(owner: Tensor, count: int) -> plain.ClusterMembership:
     """Of `owner` [R, N], `count` or more for none."""
     size = torch.zeros(len(owner), owner.max() + count + 1, dtype=torch.long)
     size = size.scatter_add_(1, owner, torch.ones_like(owner))[:, :count]
     first, flat = size.cumsum(1) - size, owner.argsort(dim=1, stable=True)
     line = torch.empty_like(flat).scatter_(1, flat, torch.arange(owner.shape[1]).expand_as(flat))
     within = line - first.gather(1, owner.clamp(max=count - 1))
-    return ClusterMembership(owner, within, flat, first, size, 1 << (int(size.max()) - 1).bit_length())
+    return plain.ClusterMembership(owner, within, flat, first, size, 1 << (int(size.max()) - 1).bit_length())
 
 
-def on_device(lists: ClusterMembership) -> ClusterMembership:
+def on_device(lists: plain.ClusterMembership) -> plain.ClusterMembership:
     owner, within, flat, first, size = (there(one) for one in lists[:5])
-    return ClusterMembership(owner, within, flat, first, size, lists.largest)
+    return plain.ClusterMembership(owner, within, flat, first, size, lists.largest)
 
 
 @pytest.mark.parametrize(("dtype", "cosine"), some(DTYPES, [False, True]), ids=str)
@@ -71,12 +64,12 @@ def test_scores_by_words(count: int, cosine: bool) -> None:
     key, rows = torch.randn(LAYERS, 21, WIDTH), torch.randn(2, 8, WIDTH)
     rows[:, count:] = torch.nan
     size, told = few((2, 21), 3).long().clamp_min(0), torch.tensor([count])
-    words = WordQueries(there(rows), there(told))
+    words = plain.WordQueries(there(rows), there(told))
     found = stream.score_by_words(there(key)[1:3], words, there(size), cosine)
-    wanted = plain.score_by_words.plain(key[1:3], WordQueries(rows, told), size, cosine)
+    wanted = plain.score_by_words.plain(key[1:3], plain.WordQueries(rows, told), size, cosine)
     torch.testing.assert_close(found.cpu(), wanted, atol=1e-5, rtol=1e-4)
     one = stream.score_by_words(
-        there(key)[1:2], WordQueries(there(rows)[:1], there(told)), there(size)[:1], cosine
+        there(key)[1:2], plain.WordQueries(there(rows)[:1], there(told)), there(size)[:1], cosine
     )
     assert torch.equal(one, found[:1])
     assert stream.score_by_words(there(key)[1:3, :0], words, there(size)[:, :0], cosine).shape == (2, 0)
@@ -120,15 +113,15 @@ def test_entries_up_to_a_budget(
     owner[:, torch.rand(entries, generator=rng) < 0.05] = count
     owner[owner == 3] = count + 1
     lists = lists_of(owner, count)
-    before = count_better_entries(few((rows, count), 5), lists.size)
+    before = plain.count_better_entries(few((rows, count), 5), lists.size)
     keys = few((entries + 9, LAYERS, WIDTH), 6)
     held = keys if INTERPRETED else keys.pin_memory()
     query, units = few((WIDTH,), 7), torch.tensor([entries])
-    for late in (None, NewestEntries(units, 2, 6)):
-        own = EntryKeys(keys, 2, lambda at: keys[at, 2], query, cosine)
+    for late in (None, plain.NewestEntries(units, 2, 6)):
+        own = plain.EntryKeys(keys, 2, lambda at: keys[at, 2], query, cosine)
         wanted = plain.select_entries.plain(before, lists, budget, ahead, own, late)
-        told = None if late is None else NewestEntries(there(units), 2, 6)
-        device = EntryKeys(held, 2, lambda at: keys[at, 2], there(query), cosine)
+        told = None if late is None else plain.NewestEntries(there(units), 2, 6)
+        device = plain.EntryKeys(held, 2, lambda at: keys[at, 2], there(query), cosine)
         found = stream.select_entries(there(before), on_device(lists), budget, ahead, device, told)
         assert torch.equal(found[0].cpu(), wanted[0])
         assert (wanted[0][1:budget] > wanted[0][: budget - 1]).all()

@@ -13,13 +13,6 @@ import torch
 
 import mmaccel
 from mmaccel.cli import draw
-from mmaccel.cli.draw import (
-    LANES,
-    GroundTruth,
-    entry_runs_by_cluster,
-    plot_cluster_timeline,
-    plot_retrieved_frames,
-)
 from mmaccel.core.decoding.generate import Evidence
 from mmaccel.search import recompute_table
 from mmaccel.search.run import SearchProgress, head_pattern_names, main_pattern_name
@@ -265,8 +258,8 @@ def test_a_memory_without_clusters_wants_a_question(call: Call, ov: str, tmp_pat
 
 
 def test_runs_are_in_order_of_time() -> None:
-    assert entry_runs_by_cluster([5, 5, 2, 5, 2, 2]) == {5: [(0, 2), (3, 4)], 2: [(2, 3), (4, 6)]}
-    assert list(entry_runs_by_cluster([5, 5, 2])) == [5, 2] and entry_runs_by_cluster([]) == {}
+    assert draw.entry_runs_by_cluster([5, 5, 2, 5, 2, 2]) == {5: [(0, 2), (3, 4)], 2: [(2, 3), (4, 6)]}
+    assert list(draw.entry_runs_by_cluster([5, 5, 2])) == [5, 2] and draw.entry_runs_by_cluster([]) == {}
 
 
 def test_a_lane_for_each_cluster_and_one_for_many_small_ones() -> None:
@@ -274,25 +267,27 @@ def test_a_lane_for_each_cluster_and_one_for_many_small_ones() -> None:
     visual = torch.arange(60)[None] // 10
     semantic = torch.stack([torch.zeros(120, dtype=torch.long), torch.arange(120) // 2])
     shown = [2.0 * n for n in range(60)]
-    truth = GroundTruth(world.truth())
-    drawn = plot_cluster_timeline({"visual": visual, "semantic": semantic}, shown, 1, truth)
+    truth = draw.GroundTruth(world.truth())
+    drawn = draw.plot_cluster_timeline({"visual": visual, "semantic": semantic}, shown, 1, truth)
     scenes, above, below = drawn.axes
     assert len(scenes.texts) == len(world.segments) and len(above.collections) == 6
-    assert len(below.collections) == LANES and below.get_ylabel().startswith("60 semantic")
+    assert len(below.collections) == draw.LANES and below.get_ylabel().startswith("60 semantic")
     assert "layer 1" in below.get_ylabel() and "layer" not in above.get_ylabel()
     (first, *_), (x0, x1) = above.collections, above.get_xlim()
     assert (x0, x1) == (0, 120) and first.get_paths()[0].get_extents().x1 == 20
-    assert len(plot_cluster_timeline({"visual": visual}, shown, 0).axes) == 1
+    assert len(draw.plot_cluster_timeline({"visual": visual}, shown, 0).axes) == 1
 
 
 def test_what_a_question_rests_on_is_marked() -> None:
     world = World.generate(3, 60)
     (question, *_) = world.questions(["order"])
     evidence = [Evidence((n, n), float(n), 0.5, 4, 0.3) for n in (3, 9)]
-    told = GroundTruth(world.truth())
+    told = draw.GroundTruth(world.truth())
     assert told.question_seconds(question.text) == tuple(float(n) for n in question.frames)
     asked = question.text.capitalize().replace(" ?", "?").replace(" ,", ",")
     assert asked != question.text and told.question_seconds("what else ?") == ()
-    drawn = plot_retrieved_frames([(asked, "star", evidence), ("what else ?", "no", evidence)], 60.0, told)
+    drawn = draw.plot_retrieved_frames(
+        [(asked, "star", evidence), ("what else ?", "no", evidence)], 60.0, told
+    )
     assert [len(axes.lines) for axes in drawn.axes] == [2, 0]
     assert [len(axes.collections[0].get_segments()) for axes in drawn.axes] == [2, 2]

@@ -12,15 +12,7 @@ from mmaccel.backends import reference
 from mmaccel.backends.ops.block_attend import ABSENT, FULL, TEST, BlockLists, HeadRange, KeySpan, Part
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prefill.plan import (
-    FAR,
-    AttentionPlan,
-    check_plan_sizes,
-    head_indices,
-    pad_rows,
-    span_by_range,
-    span_from_table,
-)
+from mmaccel.core.prefill import plan as plans
 from mmaccel.core.prefill.sparse import attend_plan, merge_by_lse, parts_to_launch
 from mmaccel.core.recipe import Recipe
 from tests.backends.oracle import draw, log_sum_exp, masked, random_plan
@@ -64,8 +56,8 @@ def orders(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, int, 
         return torch.randint(0, 30, (*lead, count), generator=rng).sort(-1).values
 
     places = place(BLOCK * m), place(BLOCK * n)
-    lo = draw(st.sampled_from([0, -FAR, 5]))
-    hi = lo + draw(st.integers(3, 12)) if lo >= 0 and draw(st.booleans()) else FAR
+    lo = draw(st.sampled_from([0, -plans.FAR, 5]))
+    hi = lo + draw(st.integers(3, 12)) if lo >= 0 and draw(st.booleans()) else plans.FAR
     return (row(BLOCK * m), row(BLOCK * n), *places, lo, hi), rng
 
 
@@ -99,7 +91,7 @@ def test_span_by_range(drawn) -> None:
     """Of ascending places: every pair in the range, one run of blocks that begins and ends within reach, kinds that hold."""
     order, _ = drawn
     q_row, k_row, q_pos, k_pos, lo, hi = order
-    span = span_by_range(*order, BLOCK, BLOCK)
+    span = plans.span_by_range(*order, BLOCK, BLOCK)
     B, H = (max(q_row.shape[i], k_row.shape[i]) for i in (0, 1))
     M, N = q_row.shape[-1] // BLOCK, k_row.shape[-1] // BLOCK
     everything = torch.ones(B, H, M, N, dtype=torch.bool)
@@ -138,7 +130,7 @@ def test_span_from_table(drawn) -> None:
     order, rng = drawn
     shape = (*order[0].shape[:2], order[0].shape[-1] // BLOCK, order[1].shape[-1] // BLOCK)
     table = torch.rand(shape, generator=rng) < 0.6
-    check(order, span_from_table(*order, table, BLOCK, BLOCK), table)
+    check(order, plans.span_from_table(*order, table, BLOCK, BLOCK), table)
 
 
 def test_lists_may_be_followed_by_slack() -> None:
@@ -163,16 +155,16 @@ def test_lists_may_be_followed_by_slack() -> None:
         assert torch.equal(got, want)
 
 
-def two_parts() -> AttentionPlan:
+def two_parts() -> plans.AttentionPlan:
     """Eight queries over twelve keys: all over the first four in one part, every second over the rest in another."""
     everything = rows(*range(8))
     first, later, second = rows(0, 1, 2, 3), rows(*range(4, 12)), rows(6, 4, 2, 0)
     listed = torch.ones(1, 1, 2, 2, dtype=torch.bool)
-    near = (everything, first, everything, rows(0, 0, 0, 0), -FAR, FAR)
-    near = span_from_table(*near, listed[..., :1], BLOCK, BLOCK)
-    far = span_from_table(second, later, second, later, -3, 1, listed[..., :1, :], BLOCK, BLOCK)
+    near = (everything, first, everything, rows(0, 0, 0, 0), -plans.FAR, plans.FAR)
+    near = plans.span_from_table(*near, listed[..., :1], BLOCK, BLOCK)
+    far = plans.span_from_table(second, later, second, later, -3, 1, listed[..., :1, :], BLOCK, BLOCK)
     parts = (Part(everything, (near,)), Part(second, (far,), merge_group=1))
-    return AttentionPlan(parts, BLOCK, BLOCK, batch=1, heads=2, n_query=8, n_key=12)
+    return plans.AttentionPlan(parts, BLOCK, BLOCK, batch=1, heads=2, n_query=8, n_key=12)
 
 
 def test_mask_and_counts_by_hand() -> None:
@@ -230,14 +222,14 @@ def test_a_part_comes_in_its_own_order_and_a_plan_in_that_of_the_query() -> None
 
 @pytest.mark.parametrize(("n", "want"), [(0, 4), (1, 4), (4, 4), (5, 8)])
 def test_rows_fill_whole_blocks(n: int, want: int) -> None:
-    padded = pad_rows(torch.arange(n).view(1, 1, n), BLOCK)
+    padded = plans.pad_rows(torch.arange(n).view(1, 1, n), BLOCK)
     assert padded.shape == (1, 1, want) and (padded[..., n:] == -1).all()
 
 
 PATTERN = Recipe.load(sparse={"name": "a_shape", "block": 16, "window": 32, "sink": 16}).sparse
 
 
-def one_part(length: int = 64) -> tuple[AttentionPlan, Tensor, Tensor]:
+def one_part(length: int = 64) -> tuple[plans.AttentionPlan, Tensor, Tensor]:
     """A window's plan in one part, and query [1, 2, n, 16] and key [1, 1, n, 16] for it."""
     g = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, h, length, 16, generator=g) for h in (2, 1))
@@ -268,7 +260,7 @@ def test_a_part_of_heads_that_are_not_there_holds_no_rows() -> None:
     plan, query, key = one_part()
     lost = replace(plan, parts=(replace(plan.parts[0], head_range=HeadRange((2,), 2, 3)),))
     with pytest.raises(RecipeError, match="hold 0 of 64 rows of head 0; put each row in a part"):
-        check_plan_sizes(lost, "mine", query, key, whole=True)
+        plans.check_plan_sizes(lost, "mine", query, key, whole=True)
 
 
 def test_one_layout_serves_batches_of_other_sizes() -> None:
@@ -295,7 +287,7 @@ def test_two_runs_of_heads_are_two_constants_of_one_graph() -> None:
     here = torch.device("cpu")
 
     def both(x: Tensor) -> Tensor:
-        return x[head_indices((0, 1), here)] - x[head_indices((2, 3), here)]
+        return x[plans.head_indices((0, 1), here)] - x[plans.head_indices((2, 3), here)]
 
     x = torch.arange(4.0)
     assert (

@@ -15,18 +15,7 @@ from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import registry
 from mmaccel.core.rows import read_rows
-from mmaccel.search import SearchSettings, measure, recompute_table, search, table_agreement
-from mmaccel.search.picture import (
-    COLOURS,
-    attention_weights,
-    demo_pattern_plan,
-    demo_prompt_layout,
-    draw_head_pattern_map,
-    drawing_token_orders,
-    pair_masks_by_span,
-    part_number_matrix,
-    pool_head_attention,
-)
+from mmaccel.search import SearchSettings, measure, picture, recompute_table, search, table_agreement
 from mmaccel.search.run import differing_options, head_pattern_names
 from mmaccel.search.space import (
     KINDS,
@@ -310,7 +299,6 @@ def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatc
     modality[:, ::97] = TEXT
     frame = torch.where(modality == VIDEO, torch.arange(length)[None] // 97, -1)
     inside = measure.CapturedLayer(0, query, key, value, 0.3, TokenLayout.build(modality, frame=frame))
-    from mmaccel.search import picture
 
     monkeypatch.setattr(picture, "CELLS", 1 << 20)
     with Largest() as seen:
@@ -322,27 +310,31 @@ def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatc
         ):
             bench.head_errors(dict(block=64, **pattern), ModalityPairSlot("all", None, None))
         bench.dense_attention(VIDEO)
-        for order in drawing_token_orders(inside.layout).values():
-            pool_head_attention(inside, 0, order, 64)
+        for order in picture.drawing_token_orders(inside.layout).values():
+            picture.pool_head_attention(inside, 0, order, 64)
     assert seen.entries < length * length / 2
 
 
 def test_pictures_sum_what_there_is() -> None:
     inside = planted(256)
-    assert measure.max_frame_tokens(inside.layout) == 16 and set(drawing_token_orders(inside.layout)) == {
+    assert measure.max_frame_tokens(inside.layout) == 16 and set(
+        picture.drawing_token_orders(inside.layout)
+    ) == {
         "as it stands",
         "by place in the frame",
     }
-    for order in drawing_token_orders(inside.layout).values():
+    for order in picture.drawing_token_orders(inside.layout).values():
         assert sorted(order.tolist()) == list(range(256))
-        cells = pool_head_attention(inside, 0, order, 32)
+        cells = picture.pool_head_attention(inside, 0, order, 32)
         assert cells.shape == (32, 32) and float(cells.sum() * 64) == pytest.approx(256, rel=1e-4)
     rows = torch.arange(256)
-    weight = attention_weights(inside, 0, rows, inside.key[0, 0])
-    whole = pool_head_attention(inside, 0, rows, 256)
+    weight = picture.attention_weights(inside, 0, rows, inside.key[0, 0])
+    whole = picture.pool_head_attention(inside, 0, rows, 256)
     torch.testing.assert_close(whole, weight)
     # In the order of cells a head that looks along its own cell is a chain of blocks.
-    blocks = pool_head_attention(inside, 0, drawing_token_orders(inside.layout)["by place in the frame"], 16)
+    blocks = picture.pool_head_attention(
+        inside, 0, picture.drawing_token_orders(inside.layout)["by place in the frame"], 16
+    )
     assert (blocks.diagonal() * 256 > 0.9 * 16).all()
 
 
@@ -362,10 +354,10 @@ BOUNDARIES = ("q_boundary", "k_boundary", "boundary_2d")
 
 @pytest.mark.parametrize("name", [*DRAWN, *BOUNDARIES])
 def test_both_panels_hold_the_pairs_of_a_plan(name: str) -> None:
-    plan = demo_pattern_plan(name)
+    plan = picture.demo_pattern_plan(name)
     mask = plan.to_mask()[0, 0]
-    assert torch.equal(part_number_matrix(plan) > 0, mask) and 0.02 < mask.float().mean() < 0.3
-    spans = [span for part in pair_masks_by_span(plan) for span in part]
+    assert torch.equal(picture.part_number_matrix(plan) > 0, mask) and 0.02 < mask.float().mean() < 0.3
+    spans = [span for part in picture.pair_masks_by_span(plan) for span in part]
     computed = sum(int(seen.sum()) for seen, _ in spans)
     assert computed == int(mask.sum())
     assert all(bool((listed | ~seen).all()) for seen, listed in spans)
@@ -375,14 +367,19 @@ def test_both_panels_hold_the_pairs_of_a_plan(name: str) -> None:
 
 
 def test_parts_of_a_boundary_are_rows_of_one_modality() -> None:
-    modality, found = demo_prompt_layout().modality[0], part_number_matrix(demo_pattern_plan("q_boundary"))
+    modality, found = (
+        picture.demo_prompt_layout().modality[0],
+        picture.part_number_matrix(picture.demo_pattern_plan("q_boundary")),
+    )
     for number in range(1, int(found.max()) + 1):
         assert len(modality[(found == number).any(1)].unique()) == 1
 
 
 def test_every_pattern_has_a_colour_of_its_own() -> None:
     names = (*DRAWN, "dense")
-    assert set(names) <= registry("sparse").keys() and len({COLOURS[n] for n in (*names, "other")}) == 9
-    drawn = draw_head_pattern_map([[*names, "q_boundary(tri_shape)", "mine"]], "all")
+    assert (
+        set(names) <= registry("sparse").keys() and len({picture.COLOURS[n] for n in (*names, "other")}) == 9
+    )
+    drawn = picture.draw_head_pattern_map([[*names, "q_boundary(tri_shape)", "mine"]], "all")
     told = [text.get_text() for text in drawn.legends[0].get_texts()]
     assert sorted(told) == sorted([*names, "other", "Q: q_boundary"])

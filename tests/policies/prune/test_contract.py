@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from mmaccel import Recipe, check_policy
 from mmaccel.contract.prefill import DEPTH, check_stages, random_pruner_inputs
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.prefill.prune import (
-    TokenPruner,
-    check_pruning_stages,
-    evenly_spaced,
-    share_token_count,
-    top_indices,
-)
+from mmaccel.core.prefill import prune as pruning
 from mmaccel.core.recipe import policy
 from mmaccel.core.registry import registry
 from tests.policies.prune.by_hand import frames_of, layout_of, layouts, visual
@@ -30,8 +24,8 @@ NOTHING: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, **fields: Any) -> TokenPruner:
-    pruner: TokenPruner = registry("prune").build(name, fields)
+def build(name: str, **fields: Any) -> pruning.TokenPruner:
+    pruner: pruning.TokenPruner = registry("prune").build(name, fields)
     return pruner
 
 
@@ -81,7 +75,7 @@ def test_one_layer_is_too_few_in_a_sentence(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_it_declares(name: str) -> None:
     pruner = build(name)
-    for stage in check_pruning_stages(pruner, DEPTH):
+    for stage in pruning.check_pruning_stages(pruner, DEPTH):
         assert bool(stage.hidden) == ("hidden" in pruner.needs)
         assert bool(stage.attention) == ("attention" in pruner.needs)
     told = Recipe.load({"prune": name}).to_dict()["prune"] if pruner.stage != "draft" else None
@@ -155,7 +149,7 @@ def test_recipes_take_what_acts_on_the_target(name: str) -> None:
 
 @given(count=st.integers(0, 40), more=st.integers(0, 200))
 def test_spread_is_distinct_and_even(count: int, more: int) -> None:
-    places = evenly_spaced(count, count + more).tolist()
+    places = pruning.evenly_spaced(count, count + more).tolist()
     assert len(set(places)) == count and places == sorted(places)
     assert all(0 <= p < count + more for p in places)
     steps = {b - a for a, b in pairwise(places)}
@@ -163,10 +157,10 @@ def test_spread_is_distinct_and_even(count: int, more: int) -> None:
 
 
 def test_ties_go_to_the_first() -> None:
-    assert top_indices(torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0]), 2).tolist() == [1, 2]
-    assert top_indices(torch.zeros(50), 3).tolist() == [0, 1, 2]
+    assert pruning.top_indices(torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0]), 2).tolist() == [1, 2]
+    assert pruning.top_indices(torch.zeros(50), 3).tolist() == [0, 1, 2]
 
 
 @given(numerator=st.integers(0, 100), count=st.integers(0, 5000))
 def test_quota_rounds_down_decimals(numerator: int, count: int) -> None:
-    assert share_token_count(numerator / 100, count) == numerator * count // 100
+    assert pruning.share_token_count(numerator / 100, count) == numerator * count // 100

@@ -27,14 +27,8 @@ from mmaccel.core.prefill.prune import (
 )
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, SequenceMeter
+from mmaccel.models import signals as model_signals
 from mmaccel.models.install import Hooks
-from mmaccel.models.signals import (
-    DraftPruningProbe,
-    HiddenStateHook,
-    VisionAttentionProbe,
-    hook_hidden_states,
-    mean_attention_weights,
-)
 from mmaccel.policies.draft import Sequential, SparseToDense
 from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -58,7 +52,7 @@ LISTENERS: dict[str, TokenPruner] = {
 def listening(model: Any, *pruners: TokenPruner) -> Iterator[Accelerated]:
     """`model` accelerated densely, whose layers can be read by `pruners`."""
     with mmaccel.accelerate(model) as fast, Hooks() as hooks:
-        hook_hidden_states(hooks, fast.adapter.attended_layers(model), *pruners)
+        model_signals.hook_hidden_states(hooks, fast.adapter.attended_layers(model), *pruners)
         yield fast
 
 
@@ -106,7 +100,7 @@ def test_signals_are_the_model_s_own(family: str, shallow: Any, name: str, kind:
         places = fast.adapter.positions(shallow, inputs)
         S = layout.length
         cuts = {"one": [S], "chunks": [*range(5, S, 9), S], "video, then text": [rows[0], S]}[passes]
-        listener = DraftPruningProbe(fast, pruner, layout, told.append)
+        listener = model_signals.DraftPruningProbe(fast, pruner, layout, told.append)
         cache, begin = None, 0
         for end in cuts:
             piece = {"inputs_embeds": embeds[:, begin:end], "position_ids": places[..., begin:end]}
@@ -135,7 +129,10 @@ def test_it_is_told_while_later_layers_still_run(family: str, shallow: Any) -> N
             for i, layer in enumerate(fast.adapter.layers(shallow))
         ]
         fast(
-            **inputs, **read_by(DraftPruningProbe(fast, pruner, layout, lambda columns: when.append("told")))
+            **inputs,
+            **read_by(
+                model_signals.DraftPruningProbe(fast, pruner, layout, lambda columns: when.append("told"))
+            ),
         )
         for hook in hooks:
             hook.remove()
@@ -199,14 +196,14 @@ def test_a_pruner_that_fails_ends_the_draft_and_not_the_target(
         assert "out of memory" in str(fast.report())
         layout = fast.adapter.layout(shallow, inputs)
         with pytest.raises(RuntimeError, match="out of memory"):
-            fast(**inputs, **read_by(DraftPruningProbe(fast, pruner, layout, print)))
+            fast(**inputs, **read_by(model_signals.DraftPruningProbe(fast, pruner, layout, print)))
 
 
 def test_paid_is_causal_softmax_attention() -> None:
     g = torch.Generator().manual_seed(0)
     query, key = torch.randn(6, 3, 8, generator=g), torch.randn(2, 10, 8, generator=g)
     at = torch.tensor([2, 5, 9])
-    got = mean_attention_weights(query, key, at, 0.3)
+    got = model_signals.mean_attention_weights(query, key, at, 0.3)
     for n, column in enumerate(at.tolist()):
         rows = [(query[h, n] @ key[h // 3, : column + 1].T * 0.3).softmax(-1) for h in range(6)]
         torch.testing.assert_close(got[n, : column + 1], torch.stack(rows).mean(0))
@@ -238,7 +235,7 @@ def test_it_chooses_among_what_the_read_layers_hold(
             for i, layer in enumerate(layers)
         ]
         layout = fast.adapter.layout(model, inputs)
-        listener = DraftPruningProbe(fast, pruner, layout, told.append)
+        listener = model_signals.DraftPruningProbe(fast, pruner, layout, told.append)
         cache = fast(**inputs, **{NOTE: ForwardPassInfo(probes=(listener,))}).past_key_values
         for handle in handles:
             handle.remove()
@@ -273,7 +270,7 @@ def test_a_pruner_that_hears_nothing_is_told_of(family: str, model: Any, monkeyp
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     plain = model.generate(**inputs, **options)
     draft = {"name": "parallel", "model": copy.deepcopy(model), "process": False, "prune": UVPrune(layer=2)}
-    monkeypatch.setattr(HiddenStateHook, "__call__", lambda self, *given: None)
+    monkeypatch.setattr(model_signals.HiddenStateHook, "__call__", lambda self, *given: None)
     with mmaccel.accelerate(model, draft=draft) as fast:
         with pytest.warns(MmaccelWarning, match="prune 'uv' received nothing"):
             assert torch.equal(model.generate(**inputs, **options), plain)
@@ -306,7 +303,7 @@ def test_visionzip_reads_the_tower_of_images(family: str, model: Any, kind: str)
     inputs = prompt(family, PROMPTS[kind], seed=9)
     layout, adapter = adapter_for(model).layout(model, inputs), adapter_for(model)
     with torch.no_grad(), Hooks() as hooks:
-        probe = VisionAttentionProbe(hooks, model, adapter)
+        probe = model_signals.VisionAttentionProbe(hooks, model, adapter)
         adapter.embed(model, inputs)
         told = probe.pop_signals(layout)["vision_attention"]
     at = [c for c in visual(layout) if int(layout.modality[0, c]) == IMAGE]

@@ -284,7 +284,7 @@ def test_its_pairs_are_those_of_the_window(rows: int, keys: int, sinks: int, win
 
 def test_plans_are_kept_for_good_where_a_graph_reads_them() -> None:
     """Prompts and streams of ever other lengths do not fill the device."""
-    capturing = dict.fromkeys(("is_available", "is_current_stream_capturing"), lambda: True)
+    capturing = dict.fromkeys(("is_initialized", "is_current_stream_capturing"), lambda: True)
     with mock.patch.multiple(torch.cuda, **capturing):
         held = weakref.ref(window_plan(1, 5, 0, 1, 1, CPU))
     others = [weakref.ref(window_plan(1, 6 + n, 0, 1, 1, CPU)) for n in range(99)]

@@ -13,7 +13,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
 from mmaccel.core.memory.kv import KVView
-from mmaccel.core.prefill import prune as pruning
+from mmaccel.core.prefill import prune as prunes
 from mmaccel.core.prefill.recalled import RetrievedTokenPruning
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.streams.asking import run_question as asked_of
@@ -28,7 +28,7 @@ FAMILIES = ("random-ov", "random-qwen")
 ROOM, TIGHT = every_stream(), every_stream(4, 4)
 CLOSE = {"rtol": 0.0, "atol": 1e-3}
 """Logits are some ten in size."""
-LAST: dict[str, pruning.TokenPruner] = {
+LAST: dict[str, prunes.TokenPruner] = {
     "fastv": FastV(layer=DEPTH - 1, retention=0.1),
     "fastv that leaves nothing": FastV(layer=2, retention=0.0),
     "pyramid_drop": PyramidDrop(stages_at=((DEPTH - 1) / DEPTH,), retention=0.1),
@@ -37,7 +37,7 @@ LAST: dict[str, pruning.TokenPruner] = {
 }
 """What they drop is seen by no later layer, or later layers see words alone: so that what was read before the question knows
 as much of it."""
-EACH: dict[str, pruning.TokenPruner] = {
+EACH: dict[str, prunes.TokenPruner] = {
     "fastv": FastV(layer=1, retention=0.2),
     "pyramid_drop": PyramidDrop(stages_at=(0.25, 0.5), retention=0.4),
     "sparsevlm": SparseVLM(layers=(0, 1), retention=(0.5, 0.2)),
@@ -94,7 +94,7 @@ def answer(
         return list(one.ask(QUESTION, TOKENS).ids), first, one.counters()
 
 
-def dropped(name: str, kv: Any, pruner: pruning.TokenPruner) -> bool:
+def dropped(name: str, kv: Any, pruner: prunes.TokenPruner) -> bool:
     """Whether an answer is another than without the pruner: what a comparison is worth."""
     bare, pruned = (answer(name, {"kv": kv, **more}) for more in ({}, {"prune": pruner}))
     return bare[0] != pruned[0] and bare[0] != [bare[0][0]] * TOKENS
@@ -275,11 +275,11 @@ def test_the_layout_is_a_prompt_s() -> None:
     assert (base - head, layout.length) == (FRAMES * unit, base + rows) and marks > 0
     kinds = layout.modality[0].tolist()
     assert kinds == [TEXT] * head + [VIDEO] * (base - head + marks) + [TEXT] * (rows - marks)
-    assert torch.equal(pruning.candidate_columns(layout), torch.arange(head, base))
+    assert torch.equal(prunes.candidate_columns(layout), torch.arange(head, base))
     assert layout.frame[0, head:base].tolist() == [n // unit for n in range(FRAMES * unit)]
     words = torch.arange(base + marks, base + rows)
-    assert torch.equal(pruning.observation_columns(layout), words) and torch.equal(
-        pruning.question_text_columns(layout), words
+    assert torch.equal(prunes.observation_columns(layout), words) and torch.equal(
+        prunes.question_text_columns(layout), words
     )
 
 

@@ -97,7 +97,6 @@ class Driven:
             for layer in range(LAYERS):
                 query, *pair = rows(layer)
                 self.state.append(layer, *pair)
-                # The next layer's may come to lie there.
                 each.append(self.state.layer_attention(layer, query, partial(self.attend, layer)).clone())
             self.state.end_pass()
             out.append(torch.cat(each))

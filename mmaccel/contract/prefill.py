@@ -259,10 +259,12 @@ def _pairs(plan: AttentionPlan, who: str, queries: TokenLayout, keys: TokenLayou
 def check_pruner(pruner: TokenPruner, rounds: int, seed: int) -> None:
     """Test a token pruner on `rounds` random prompts; raises `RecipeError` for the first violation."""
     for n in range(rounds):
-        check_stages(pruner, random_layout(Random(seed * 1000 + n), (20, 60, 150)[n % 3]), seed * 1000 + n)
+        check_pruner_stages(
+            pruner, random_layout(Random(seed * 1000 + n), (20, 60, 150)[n % 3]), seed * 1000 + n
+        )
 
 
-def check_stages(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
+def check_pruner_stages(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
     """Test the stages of a pruner on one prompt; raises `RecipeError` for a violation."""
     who, total, left = f"prune {pruner.name!r}", pruner.candidates(layout).numel(), layout
     for stage in check_pruning_stages(pruner, DEPTH):

@@ -280,11 +280,11 @@ class PositionIds:
         """Whether units (frames) came at the stream's even rate, without gaps: positions by time and by number are equal."""
         return self._odd is None
 
-    def by_time(self, first: int, count: int, base: int = 0) -> Tensor:
+    def of_units_by_time(self, first: int, count: int, base: int = 0) -> Tensor:
         """Return positions [count * P] or [3, count * P] of units (frames) from number `first` on, by the times at which
         they were shown; times count from `base` unit intervals of the stream's even rate after unit 0."""
         if self._odd is None:
-            return self.by_range(first - base, count)
+            return self.unit_range(first - base, count)
         if not base:
             return self._placed(self._own[first : first + count])
         steps = [self._step(self.unit_interval(unit) - base) for unit in range(first, first + count)]
@@ -307,11 +307,11 @@ class PositionIds:
         """Return the positions [h] or [3, h] of the prompt before the video."""
         return self._shaped(self._head)
 
-    def by_range(self, first: int, count: int) -> Tensor:
+    def unit_range(self, first: int, count: int) -> Tensor:
         """Return positions [count * P] or [3, count * P] of the `count` units (frames) from number `first` on."""
         return self._placed(self._upto(first + count)[first : first + count])
 
-    def by_number(self, numbers: Tensor, most: int, token: int | None = None, own: bool = False) -> Tensor:
+    def of_units(self, numbers: Tensor, most: int, token: int | None = None, own: bool = False) -> Tensor:
         """Return positions [k * P] or [3, k * P] of the units (frames) `numbers` [k] long, none above `most`. With `token`,
         of only that token of each unit: [k] or [3, k]. `own`: by the times of the units, not their numbers."""
         return self._placed(self._table(most + 1, own)[numbers.to(self._head.device)], token)
@@ -340,7 +340,7 @@ class PositionIds:
         more = pending // self._unit.shape[1]
         if start >= pending:
             return self.text_positions(units + more, start - pending, count)
-        first = self.by_time(units, more) if own else self.by_range(units, more)
+        first = self.of_units_by_time(units, more) if own else self.unit_range(units, more)
         return torch.cat([first, self.text_positions(units + more, 0, count - pending)], -1)
 
     def largest_position(self, units: int, own: bool = False) -> int:

@@ -165,7 +165,7 @@ def predict_plane_seconds(plane: Plane, layers: int, units: int) -> float:
 class DeviceRates:
     """Rates of a device, from which costs are predicted.
 
-    products  width of a matrix product -> FLOP/s; `attend`: seconds of attention (`Costs`)
+    products  hidden size of a layer -> FLOP/s of its matrix products; `attend`: predicts the seconds of attention (`Costs`)
     copy      bytes/s of copies on the device, read plus written; `wire`: bytes/s from the host to the device
     layer     seconds to launch a decoder layer's operators; `few`: the same with all but attention in CUDA graphs
     memory    bytes of memory; `pin`: bytes/s at which host memory is pinned

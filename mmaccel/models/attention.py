@@ -109,7 +109,7 @@ def _(ticket: Tensor, layer: int, key: Tensor, value: Tensor) -> None:
     return None
 
 
-def issue_pass_ticket(run: Any) -> Tensor:
+def register_pass(run: Any) -> Tensor:
     """Give the pass `run` a new ticket: a scalar tensor by which a compiled layer's operators find it while it is alive."""
     number = next(_numbers)
     _passes[number] = run
@@ -322,7 +322,7 @@ class KVCache(Cache):
     @contextmanager
     def allow_append(self, ticket: Tensor | None = None) -> Iterator[None]:
         """Context in which the model's layers may append to this cache; outside of it they raise `ModelError`. Compiled
-        layers need the `ticket` of the pass that appends (`issue_pass_ticket`)."""
+        layers need the `ticket` of the pass that appends (`register_pass`)."""
         self.door.open, self.door.ticket = True, ticket
         try:
             yield

@@ -34,8 +34,8 @@ from mmaccel.models.attention import (
     MaxPositionCriteria,
     PackedForwardPass,
     check_forward_arguments,
-    issue_pass_ticket,
     packed_sequence_ids,
+    register_pass,
     token_chunk_ranges,
     wrap_kv_cache,
 )
@@ -344,7 +344,7 @@ class ModelAttachment(AttachmentBase):
 
     def _fed(self, run: ForwardPass | PackedForwardPass, kwargs: dict[str, Any]) -> KVCache | None:
         """The memory of a pass, if it is ours, whose layers may be fed until `_left`."""
-        cache, ticket = kwargs.get("past_key_values"), issue_pass_ticket(run)
+        cache, ticket = kwargs.get("past_key_values"), register_pass(run)
         if not isinstance(cache, KVCache):
             return None
         cache.door.open, cache.door.ticket = True, ticket

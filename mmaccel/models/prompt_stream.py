@@ -256,7 +256,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
 
     def _checked(self, made: PositionIds, rows: Tensor, count: int, even: bool = True) -> PositionIds:
         """`made`, the positions of `count` units, once `rows` [A, n] are found to be equal to them."""
-        if not even or not torch.equal(made.by_range(0, count).view(rows.shape), rows):
+        if not even or not torch.equal(made.unit_range(0, count).view(rows.shape), rows):
             raise ModelError(
                 f"{self.family.name}: the installed transformers gives positions that do not go on evenly from frame to "
                 f"frame; set kv to 'full'."

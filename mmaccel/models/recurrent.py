@@ -235,7 +235,8 @@ class RecurrentCacheLayer(LinearAttentionLayer):
                 self._again = False
 
     def prepare_copy(self, other: RecurrentCacheLayer) -> Copies:
-        """Prepare `other`, a new cache layer of the same module, as a copy; the caller must `copy_tensors` the result."""
+        """Make `other`, a new cache layer of this module, a copy but for its states. Return (target, source) of these, for
+        `copy_tensors`."""
         self.move_out_of_slot()
         other.length, other.has_previous_state[0] = self.length, self.has_previous_state[0]
         if not self.has_previous_state[0]:

@@ -251,9 +251,10 @@ Tick = Callable[[], None]
 def find_budget_step(
     row: BudgetTableRow, cost: Cost, tolerance: float, start: int = 0
 ) -> tuple[int, PatternCandidate]:
-    """Search, from step `start`, the budget step at which `row` costs `row.aim` times the target; return step and candidate.
+    """Search the size of a pattern at which its cost is that of the target pattern times `row.aim`, within `tolerance`.
 
-    The result depends on the costs alone: equal costs give equal candidates.
+    A pattern's sizes are numbered steps, of which ``row.make(step)`` makes the pattern; the search begins with `start`.
+    Return the step and its `PatternCandidate`. The result depends on costs alone: equal costs give equal candidates.
     """
     tried: dict[int, float] = {}
     step: int | None = start

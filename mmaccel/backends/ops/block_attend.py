@@ -59,11 +59,11 @@ class BlockLists:
     """The key blocks that each query block attends to, as ranges of one shared index tensor.
 
     row [b, h, M, 5] int64: BEGIN, COUNT, HEAD, TAIL, SHIFT of each query block. Its list is the distinct key blocks
-    ``index[BEGIN + e] + SHIFT`` for e < COUNT. Entries with e < HEAD or e >= TAIL are masked pair by pair; the others have
-    the kind of their key block.
+    ``index[BEGIN + e] + SHIFT`` for e < COUNT. Entries with e < HEAD or e >= TAIL get the range mask of their `KeySpan` pair
+    by pair; the others have the kind of their key block.
     index [E] int32, or None: entry e is block e, so each list is a run of blocks. The lists of neighbouring query blocks may
-    then be joined to one run: the key blocks between them hold no pair in the range of the span.
-    kind [b, h, N / block] int8: FULL, or ABSENT if a key of the block is absent.
+    then be joined to one run: the mask of the `KeySpan` hides all pairs of the key blocks between them.
+    kind [b, h, N / block] int8: FULL, or ABSENT if a key of the block has no row (`k_row` is -1).
     """
 
     row: Tensor
@@ -181,7 +181,7 @@ class KeySpan:
 
 
 class HeadRange(NamedTuple):
-    """Adjacent query heads `first` .. `past` - 1, equally many per key/value head; of them only `heads` use the part."""
+    """Adjacent query heads `first` .. `past` - 1, equally many per key/value head. Of them a `Part` is for `heads` alone."""
 
     heads: tuple[int, ...]
     first: int

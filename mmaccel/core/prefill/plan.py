@@ -181,7 +181,7 @@ class AttentionPlan:
         return self._scattered(torch.uint8, lambda span: torch.ones_like(span.k_row, dtype=torch.uint8))
 
     def to_bias(self) -> Tensor:
-        """Return what spans add to the logit of each pair, float32, in the shape of `spans_per_pair`."""
+        """Return the sum of `KeySpan.bias` for each pair (not its mask), float32, in the shape of `spans_per_pair`."""
 
         def bias(span: KeySpan) -> Tensor:
             return torch.zeros_like(span.k_row, dtype=torch.float32) if span.bias is None else span.bias

@@ -62,7 +62,7 @@ class QuestionLock(FairLock):
             yield waited
 
     def check_not_answering(self) -> None:
-        """Raise `ModelError` if this thread decodes an answer that left the lock: it would wait for itself forever."""
+        """Raise `ModelError` if this thread decodes an answer, which has released the lock: it would wait for itself."""
         if threading.get_ident() in self._inside:
             raise ModelError("an answer cannot wait for its own end; call this when the answer has ended.")
 

@@ -130,7 +130,7 @@ class EncodingMemory(StreamMemory):
             units = self.index.search(layer, self._folded(mean), budget, self._first).entries
             # In slots, where the base is taken from these; units that do not come evenly are then all closed up.
             at = compact_slots(units, base, slots, positions.has_even_rate) if based else units
-            torch.stack(self.rope.angles(positions.by_number(at, most, own=not based)), out=room)
+            torch.stack(self.rope.angles(positions.of_units(at, most, own=not based)), out=room)
             return (units, self.prefetcher.location_codes(layer, units)) if coded else (units,)
 
         searched = self._searches and not self._replayed

@@ -370,10 +370,10 @@ def unit_positions(positions: PositionIds, entries: Tensor, count: int, compact:
     """Return the positions [k * P] or [3, k * P] of the tokens of the units (frames) `entries` [k], ascending, in a stream
     of `count` units: their own, or consecutive ones from unit 0 on if `compact`."""
     if compact:
-        return positions.by_range(0, len(entries))
+        return positions.unit_range(0, len(entries))
     if len(entries) == count:
-        return positions.by_time(0, count)
-    return positions.by_number(entries, count - 1, own=True)
+        return positions.of_units_by_time(0, count)
+    return positions.of_units(entries, count - 1, own=True)
 
 
 def summary_positions(
@@ -387,7 +387,7 @@ def summary_positions(
         numbers = time.round().long()
     # What is no cluster may have any time. (Not below `count`: that is another at the next question.)
     numbers = numbers.clamp(0, positions.position_table_capacity(count, not compact) - 1)
-    return positions.by_number(numbers, count - 1, middle, not compact)
+    return positions.of_units(numbers, count - 1, middle, not compact)
 
 
 def compact_slots(units: Tensor, base: int, first: int, even: bool) -> Tensor:

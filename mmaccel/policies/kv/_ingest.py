@@ -210,7 +210,7 @@ class IngestState(PassState):
 
     def _unit_angles(self, stream_pass: StreamPass) -> Pair:
         """Cosines and sines of the rows of a pass of units."""
-        own = self.stream.positions.by_time
+        own = self.stream.positions.of_units_by_time
         return self.rope.cached("units", lambda: own(stream_pass.first, stream_pass.count, self._base))
 
     def begin_ingest(self) -> None:
@@ -278,7 +278,7 @@ class IngestState(PassState):
         cos, sin = self.rope.cached(
             "ingested",
             lambda: torch.cat(
-                [made.positions_before_video(), made.by_time(self._first, count, self._base)], -1
+                [made.positions_before_video(), made.of_units_by_time(self._first, count, self._base)], -1
             ),
         )
         query = self.rope.apply(query, (cos[:, :, -rows:], sin[:, :, -rows:]))
@@ -319,8 +319,12 @@ class IngestState(PassState):
         self._stacked, positions = ([], []), self.stream.positions
         # Units before the base are those that no query of a new unit sees; they are turned at the base's own position.
         numbers = (torch.arange(self._first, self._count) - self._base).clamp(min=0)
-        own = None if positions.has_even_rate else positions.by_time(self._first, len(numbers), self._base)
-        angles = self.rope.angles(positions.by_number(numbers, int(numbers[-1])) if own is None else own)
+        own = (
+            None
+            if positions.has_even_rate
+            else positions.of_units_by_time(self._first, len(numbers), self._base)
+        )
+        angles = self.rope.angles(positions.of_units(numbers, int(numbers[-1])) if own is None else own)
         for layer, ring in enumerate(self._rings):
             if ring is not None:
                 self._rings[layer] = ring._replace(turned=self.rope.apply(ring.key, angles))

@@ -230,11 +230,11 @@ class StreamMemory(IngestState):
         positions = self.stream.positions
         if self.compact or numbers is None or count == self._count:
             first = 0 if self.compact or count == self._count else begin
-            stand = positions.by_range if self.compact else positions.by_time
+            stand = positions.unit_range if self.compact else positions.of_units_by_time
             angles = self.rope.cached(("units of a question", first, count), lambda: stand(first, count))
         else:
             numbers = torch.cat([numbers, torch.arange(begin, self._count, device=numbers.device)])
-            angles = self.rope.angles(positions.by_number(numbers, self._count - 1, own=True))
+            angles = self.rope.angles(positions.of_units(numbers, self._count - 1, own=True))
         self.rope.apply_(raw[:1], angles)
         asked.seen = count
         return asked

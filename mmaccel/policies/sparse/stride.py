@@ -62,7 +62,8 @@ class StrideResidueClasses:
 @dataclass(frozen=True)
 class StrideSearch:
     """Settings of the search for the stride (`low` .. `most` tokens) and the phases of a grid pattern. slack, score: as in
-    `Grid`; rows: whether the phase of horizontal lines is estimated from queries; keys: most keys of a sequence."""
+    `Grid`; rows: whether the phase of horizontal lines is estimated from queries; keys: number of keys of the sequence that
+    has most. No stride is longer than a third of it."""
 
     low: int
     most: int

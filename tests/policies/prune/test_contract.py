@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel import Recipe, check_policy
-from mmaccel.contract.prefill import DEPTH, check_stages, random_pruner_inputs
+from mmaccel.contract.prefill import DEPTH, check_pruner_stages, random_pruner_inputs
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.prefill import prune as pruning
 from mmaccel.core.recipe import policy
@@ -32,7 +32,7 @@ def build(name: str, **fields: Any) -> pruning.TokenPruner:
 @pytest.mark.parametrize("name", NAMES)
 @given(layout=layouts(), seed=st.integers(0, 99))
 def test_text_and_marks_stay(name: str, layout, seed: int) -> None:
-    check_stages(build(name), layout, seed)
+    check_pruner_stages(build(name), layout, seed)
     check_policy(build(name), rounds=1, seed=seed)
 
 

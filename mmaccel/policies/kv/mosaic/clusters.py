@@ -27,7 +27,7 @@ TOGETHER = 256
 FILL = {"members": -1, "owner": -1, "parent": -1, "home": -1}
 
 
-def centroid_variance_size(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def mean_variance_and_size(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return centroid c [..., d], variance s2 [...] (mean squared distance to c) and size n [...] of those points `x` [...,
     m, d] that are `present` [..., m] (bool); zeros where no point is."""
     n = present.sum(-1)
@@ -142,7 +142,7 @@ class ClusterTable:
 
     def set_members(self, layer: Tensor, cluster: Tensor, members: Tensor, x: Tensor) -> None:
         """Set the members of clusters (layer [b], cluster [b]) to units [b, m] (-1: none) with vectors `x` [b, m, d]."""
-        self.write_clusters(layer, cluster, members, *centroid_variance_size(x, members >= 0))
+        self.write_clusters(layer, cluster, members, *mean_variance_and_size(x, members >= 0))
 
     def write_clusters(
         self,
@@ -214,7 +214,7 @@ class ClusterTable:
         for begin in range(0, len(fewer), TOGETHER):
             at = fewer[begin : begin + TOGETHER].unbind(1)
             inside = self.members_of(*at)
-            self.centroid[at], self.variance[at], _ = centroid_variance_size(
+            self.centroid[at], self.variance[at], _ = mean_variance_and_size(
                 points(at[0], inside), inside >= 0
             )
         self.dirty = (size > 0) | (before > 0)

@@ -22,7 +22,7 @@ from mmaccel.backends.ops.clusters import copy_units, slab_alignment
 from mmaccel.core.memory.kv import grow_buffer
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, centroid_variance_size, pooled_variance
+from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, mean_variance_and_size, pooled_variance
 
 LIFT = 2.0
 """The last coordinate of a point, in root mean square lengths of the first points. Mosaic (V-B) has none (0): angles alone.
@@ -149,7 +149,7 @@ def split_exceeding(
         present = members >= 0
         x = vectors(layer, members)
         label, forced = bisect(x, present) if depth < DEEPEST else split_in_half(present), n > bounds.largest
-        (_, s2_a, n_a), (_, s2_b, n_b) = (centroid_variance_size(x, label == side) for side in (0, 1))
+        (_, s2_a, n_a), (_, s2_b, n_b) = (mean_variance_and_size(x, label == side) for side in (0, 1))
         left = pooled_variance(s2_a, n_a, s2_b, n_b) + torch.finfo(s2.dtype).eps  # rounding is no gain
         weak = (left > (1 - gain) * s2) | (depth >= DEEPEST)
         label = torch.where((weak & forced)[:, None], split_in_half(present), label)

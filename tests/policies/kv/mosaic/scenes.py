@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry
 from mmaccel.policies.kv.mosaic import ClusterIndex, Clusters
-from mmaccel.policies.kv.mosaic.clusters import centroid_variance_size
+from mmaccel.policies.kv.mosaic.clusters import mean_variance_and_size
 from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
 from mmaccel.policies.kv.mosaic.split import Params, UnitMeans
 
@@ -106,7 +106,7 @@ def audit(tree: ClusterHierarchy, tolerance: float = 1e-9) -> None:
         assert (level.members[layer, one, members.shape[1] :] == -1).all()
         held = level.owner[layer[:, None], members.clamp_min(0)]
         assert torch.equal(held[present], one[:, None].expand_as(held)[present])
-        c, s2, _ = centroid_variance_size(points(layer, members), present)
+        c, s2, _ = mean_variance_and_size(points(layer, members), present)
         torch.testing.assert_close(level.centroid[layer, one], c, atol=tolerance, rtol=0)
         torch.testing.assert_close(level.variance[layer, one], s2, atol=tolerance, rtol=0)
         torch.testing.assert_close(s2, 1 - c.square().sum(1), atol=tolerance, rtol=0)

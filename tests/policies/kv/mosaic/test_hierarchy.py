@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from mmaccel.core.memory.buffers import single_cpu_thread
-from mmaccel.policies.kv.mosaic.clusters import ClusterTable, centroid_variance_size, pooled_variance, union
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable, mean_variance_and_size, pooled_variance, union
 from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
 from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Params, SplitBounds, UnitMeans, unit_length
 from tests.policies.kv.mosaic.scenes import (
@@ -251,10 +251,10 @@ def points(n: int, seed: int, d: int = 5) -> torch.Tensor:
 def test_merging_equals_all_at_once_and_conserves_scatter(a: int, b: int, seed: int) -> None:
     x = points(a + b, seed)
     left, right = (
-        centroid_variance_size(rows, torch.ones(len(rows), dtype=torch.bool)) for rows in (x[:a], x[a:])
+        mean_variance_and_size(rows, torch.ones(len(rows), dtype=torch.bool)) for rows in (x[:a], x[a:])
     )
     c, s2 = union(*left, *right)
-    whole_c, whole_s2, n = centroid_variance_size(x, torch.ones(a + b, dtype=torch.bool))
+    whole_c, whole_s2, n = mean_variance_and_size(x, torch.ones(a + b, dtype=torch.bool))
     assert torch.allclose(c, whole_c, atol=1e-12) and torch.allclose(s2, whole_s2, atol=1e-12)
     between = a * b / (a + b) * (left[0] - right[0]).square().sum()
     within = pooled_variance(left[1], left[2], right[1], right[2]) * n
@@ -263,9 +263,9 @@ def test_merging_equals_all_at_once_and_conserves_scatter(a: int, b: int, seed: 
 
 def test_points_of_unit_length_need_only_their_centroid() -> None:
     x = unit_length(points(12, 0))
-    c, s2, _ = centroid_variance_size(x, torch.ones(12, dtype=torch.bool))
+    c, s2, _ = mean_variance_and_size(x, torch.ones(12, dtype=torch.bool))
     assert torch.allclose(s2, 1 - c.square().sum(), atol=1e-12)
-    none = centroid_variance_size(x, torch.zeros(12, dtype=torch.bool))
+    none = mean_variance_and_size(x, torch.zeros(12, dtype=torch.bool))
     assert [float(part.abs().sum()) for part in none] == [0, 0, 0]
 
 

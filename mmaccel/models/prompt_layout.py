@@ -195,10 +195,10 @@ def derive_stream_positions(
         made = PositionIds(head, unit, steps, text, slope, limit, family.stream_time_scale(model, inputs))
     else:
         made = PositionIds.evenly_spaced(head, unit, text, slope, limit)
-    if third - second != slope or (made.unit_range(0, 3) != (three[0] if made.axes == 1 else three)).any():
+    wanted = three[0] if made.axes == 1 else three
+    if third - second != slope or not torch.equal(made.unit_range(0, 3), wanted):
         raise ModelError(
-            f"{family.name}: the installed transformers gives positions that do not go on evenly from frame to frame; a "
-            "stream cannot follow them."
+            f"{family.name}: the installed transformers gives positions that do not grow evenly, so streams cannot follow."
         )
     return made
 

@@ -90,7 +90,8 @@ def slots_of_boundary_type(kind: str, modalities: Sequence[int]) -> list[Modalit
 
 
 def recipe_from_slots(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> dict[str, Any]:
-    """Build the `sparse` part of a recipe: boundary type `kind`, with the pattern chosen for each slot.
+    """Build the `sparse` part of a recipe: boundary type `kind` (of `KINDS`), with the pattern `chosen` for each slot, which
+    is a modality, a pair "query>key" of modalities, or "all".
 
     Modalities that the sample lacks take the pattern of one that it has: images that of videos, if there are any.
     """

@@ -16,7 +16,8 @@ from torch import Tensor
 
 
 def encode_int_args(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Encode `numbers` for a tuple argument of a kernel (decoded by `decode_int_arg`)."""
+    """Return 4 * n + 3 for each of `numbers`, for a tuple argument of a kernel; `decode_int_arg` decodes it there. Triton
+    compiles a kernel anew for each mixture of ones and multiples of 16, of which these are neither."""
     return tuple(4 * number + 3 for number in numbers)
 
 

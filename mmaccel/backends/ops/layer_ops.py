@@ -281,7 +281,7 @@ class SeparateKVCaches:
 
     @staticmethod
     def addresses(home: Tensor, key: Tensor, value: Tensor) -> list[int]:
-        """Return the four numbers of a sequence's row of `table`, computed from its `key` and `value` [1, G, capacity, D]."""
+        """Return the four numbers of a sequence's row of `table`, computed from its `key`, `value` [1, G, capacity, D]."""
         item = home.element_size()
         return [n for x in (key, value) for n in ((x.data_ptr() - home.data_ptr()) // item, x.stride(1))]
 

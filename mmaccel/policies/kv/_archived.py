@@ -350,8 +350,8 @@ class SharedArchive(ArchivedMemory):
 
     def counters(self) -> dict[str, float]:
         own = {
-            **self.usage(),
             "recalled": float((self._main or self)._recalled),
+            "questions": float((self._main or self)._questions),
             **self.index.counters(),
             **{f"fetch_{name}": count for name, count in self.prefetcher.counts().items()},
             "prefetch_coverage": self.prefetcher.coverage(),

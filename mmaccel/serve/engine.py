@@ -262,7 +262,7 @@ class Engine:
             if await call(video, timeout=deadline.seconds_left()) < len(video):
                 raise CallEnded("timeout")
             await run_in_thread(partial(kept.pictures.add, 0, video.frames))
-            await kept.read_counters()
+            kept.read_usage()
         except BaseException:
             await kept.session.close()
             raise

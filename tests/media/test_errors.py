@@ -192,8 +192,7 @@ def test_damage_in_the_middle_leaves_the_rest(film: Film, how: dict[str, Any]) -
 def test_a_frame_that_the_decoder_fills_in_is_warned_of(film: Film) -> None:
     path = film(codec="mpeg4", muxer={"movflags": "faststart"}, gop=60)
     with av.open(str(path)) as container:
-        first = next(packet for packet in container.demux(video=0))
-        place, length = first.pos, first.size
+        place, length = next((packet.pos, packet.size) for packet in container.demux(video=0))
     data = bytearray(path.read_bytes())
     data[place + length // 2 : place + length] = bytes(length - length // 2)
     path.write_bytes(data)

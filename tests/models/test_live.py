@@ -299,7 +299,6 @@ def test_an_error_ends_it_with_a_word() -> None:
 @in_a_loop
 async def test_usage_is_read_while_a_pass_is_under_way(kv: str) -> None:
     async with open_live("random-ov", TIGHT[kv]) as session:
-        assert session.usage() == {}
         await session.watch(film(9), fps=FPS)
         await session.ask(QUESTION, 2)
         wanted = session.counters()

@@ -40,7 +40,7 @@ from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import MmaccelError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.live import freeze_garbage_collector
+from mmaccel.core.streams.live import tune_process
 from mmaccel.media.video import write_jpeg
 from mmaccel.serve.engine import Engine
 from mmaccel.serve.messages import AskRequest, SessionRequest
@@ -88,11 +88,10 @@ class Crowd:
 
     async def warm(self) -> None:
         """Have all that a server compiles and captures once, for frames and questions of several streams, before a step."""
-        for _ in range(3):
-            some = (
-                self.streams.add_encoded_frames(one, self.jpegs[:1], None, self.args.fps) for one in self.open
-            )
-            await asyncio.gather(*some)
+        for frames in 3 * (1, 2, 4, 8):
+            some = self.jpegs[:frames]
+            calls = (self.streams.add_encoded_frames(one, some, None, self.args.fps) for one in self.open)
+            await asyncio.gather(*calls)
         count = 2
         while count < 2 * len(self.open):
             await asyncio.gather(*(self.ask(one, 2 * self.args.tokens) for one in self.open[:count]))
@@ -136,7 +135,7 @@ class Crowd:
         clients += [
             self.questions(one, begin + i / count * args.every, end) for i, one in enumerate(self.open)
         ]
-        with freeze_garbage_collector():
+        with tune_process():
             work = asyncio.gather(*clients, self.progress(begin, end))
             await asyncio.sleep(begin + args.settle - time.perf_counter())
             self.times.clear()
@@ -194,8 +193,14 @@ async def run(args: argparse.Namespace, log: Log) -> None:
     small = args.device == "cpu"
     model, processor = build(args.device, small)
     model.generation_config.eos_token_id = -1  # type: ignore[union-attr]
-    store = {"process_bytes": int(args.host_gib * 2**30), "spill": "drop_oldest"}
-    kv = {"name": "mosaic", "window": 16, "frames": 64, "encode_frames": args.encode_frames, "store": store}
+    kv = {
+        "name": "mosaic",
+        "window": 16,
+        "frames": 64,
+        "encode_frames": args.encode_frames,
+        "cache": args.cache,
+    }
+    kv["store"] = {"process_bytes": int(args.host_gib * 2**30), "spill": "drop_oldest"}
     most = max(args.streams)
     limits = Limits(sessions=most, own_sessions=most, calls=4 * most, memory_bytes=1 << 50, busy=args.busy)
     engine = Engine("crowd", model, processor, {"mosaic": Recipe.load(None, kv=kv)}, Settings(limits=limits))
@@ -234,6 +239,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two questions to a stream")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--encode-frames", type=int, default=8, help="that a pass of frames retrieves")
+    parser.add_argument(
+        "--cache", type=int, default=64, help="frames that each layer keeps on the device for questions"
+    )
     parser.add_argument("--host-gib", type=float, default=1.0, help="most host memory of all streams")
     parser.add_argument("--busy", type=float, default=float("inf"), help="admit as much load: see Limits")
     parser.add_argument("--out", type=Path, default=Path("runs/crowd.jsonl"))

@@ -34,7 +34,7 @@ from mmaccel.cli.report import Page, check_report_path, write_html_page
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.streams.live import freeze_garbage_collector
+from mmaccel.core.streams.live import tune_process
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.session_io import FACTS, check_writable, saved_recipe
 from mmaccel.core.streams.sources import StreamEvent
@@ -172,7 +172,7 @@ def watch(
         raise Exit(INTERRUPTED) from None
     typed = TerminalQuestions(terminal)
     stopped, kept, whole, failed = False, False, False, list[Exception]()
-    with session, freeze_garbage_collector():
+    with session, tune_process():
         keeper = PeriodicSaver(session, save, reading, point, every)
         work = WatchRun(session, asked, fps, max_new_tokens, evidence, as_json)
         work.lines = lines

@@ -25,6 +25,7 @@ class CapturedVisionTower:
     def __init__(self, model: nn.Module, family: Any) -> None:
         self._model, self._family, self._replays = model, family, CudaGraphCache(home_device(model))
         self._watched: ModuleFingerprint | None = None
+        self._devices = set[torch.device]()  # of the weights
 
     def features(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """Return what `Family.encode_frames` returns for `inputs`; None if the graph cannot be used: more frames, hooks,
@@ -37,9 +38,9 @@ class CapturedVisionTower:
         roots = [one for one in multimodal.children() if one is not text]
         if self._watched is None or not self._watched.is_unchanged(roots):
             self._watched = ModuleFingerprint(roots)
-        away = any(weight.device != device for one in roots for weight in one.parameters())
-        replaced = any("forward" in vars(module) for one in roots for module in one.modules())
-        if away or replaced or self._watched.has_hooks() or torch.is_autocast_enabled(device.type):
+            self._devices = {weight.device for one in roots for weight in one.parameters()}
+        heard = self._watched.has_replaced_forward() or self._watched.has_hooks()
+        if heard or self._devices - {device} or torch.is_autocast_enabled(device.type):
             return None
         # Not in `roots`: weights of the model itself, such as the newline's.
         own = tuple(weight.data_ptr() for weight in multimodal.parameters(recurse=False))

@@ -7,8 +7,11 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from mmaccel.core.adapter import home_device
+from mmaccel.core.decoding.replay import GraphBuffers
 from mmaccel.models.install import PrefillHook
 from mmaccel.models.modules import is_plain_linear
 from mmaccel.models.prompt_layout import has_sliding_window
@@ -32,12 +35,32 @@ class ModuleFingerprint:
         """Whether any module of the snapshot has a forward hook that must run."""
         return has_foreign_hooks(self._all)
 
+    def has_replaced_forward(self) -> bool:
+        """Whether any module of the snapshot has a `forward` of its own in place of its class's."""
+        return any("forward" in vars(one) for one in self._all)
+
     def _look(self, roots: Sequence[nn.Module]) -> tuple[list[Any], list[int]]:
         """The roots, their children, classes and weights; and the identity of each, and where the weights lie."""
         children, weights = zip(*map(_TABLES, self._all), strict=True)
         tensors = [one for one in chain.from_iterable(map(dict.values, weights)) if one is not None]
         held = [*roots, *chain.from_iterable(map(dict.values, children)), *map(type, self._all), *tensors]
         return held, [*map(id, held), *map(Tensor.data_ptr, tensors)]
+
+
+class BuffersOfModule:
+    """The `GraphBuffers` that captures of passes through a module share, as long as the module is unchanged."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._watched = module, ModuleFingerprint([module])
+        self._buffers = GraphBuffers(home_device(module))
+
+    def find(self) -> GraphBuffers | None:
+        """Return the buffers, anew if the module has changed; None if it has hooks, or under autocast: nothing may be
+        captured then."""
+        if not self._watched.is_unchanged([self._module]):
+            self.__init__(self._module)  # type: ignore[misc]
+        autocast = torch.is_autocast_enabled(home_device(self._module).type)
+        return None if autocast or self._watched.has_hooks() else self._buffers
 
 
 def has_foreign_hooks(modules: Iterable[nn.Module]) -> bool:

@@ -1,4 +1,5 @@
-"""Runs a question to a stream, and its answer, by fused layer steps (`layer_step.py`) in CUDA graphs."""
+"""Runs a question to a stream, and its answer, by fused layer steps (`layer_step.py`) in CUDA graphs; has what the streams'
+captured passes of frames share."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models.cache_table import CacheTable, can_read_cache_table, padded_count
 from mmaccel.models.captured_tower import CapturedVisionTower
-from mmaccel.models.fingerprint import ModuleFingerprint, can_fuse_layers
+from mmaccel.models.fingerprint import BuffersOfModule, ModuleFingerprint, can_fuse_layers
 from mmaccel.models.layer_step import FusedDeltaNetStep, HiddenRows, LayerStep, StepStates, build_layer_steps
 from mmaccel.models.modules import fused_norm
 from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, copy_tensors, restore_states_on_error
@@ -86,6 +87,7 @@ class CapturedStreamSteps:
         self._leads: list[list[FusedDeltaNetStep]] = [[]]
         self._state_slots: StateSlots | None = None
         self._replays, self.tower = CudaGraphCache(home_device(model)), CapturedVisionTower(model, family)
+        self.unit_buffers = BuffersOfModule(family.text_model(model))
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._caches = CacheTable()
 
@@ -93,6 +95,7 @@ class CapturedStreamSteps:
         """Free the captured CUDA graphs."""
         self._replays = CudaGraphCache(home_device(self.model))
         self.tower = CapturedVisionTower(self.model, self._family)
+        self.unit_buffers = BuffersOfModule(self._family.text_model(self.model))
 
     def can_run_fused(self, rows: Tensor, again: bool = False) -> bool:
         """Whether fused steps can run `rows` [n, E]: at most 64 rows, and unhooked layers on their device that

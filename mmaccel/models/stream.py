@@ -142,31 +142,31 @@ class StreamForwardPasses:
     ) -> Tensor:
         # The last rows of a question are a prompt's last; no row of a unit is.
         rest = 0 if few else self.attention.recipe.dense_tail
-        told: dict[str, Any] = {"check": check or (None if few else self._between), "meter": meter}
+        plain = not input_hooks and embeds.device.type in step.DEVICES
+        plain = plain and embeds.shape[1] == self.view.geometry.hidden
+        whole = plain and state.replays_pass and not (few or check or running)
+        told: dict[str, Any] = {"check": check or (None if few or whole else self._between), "meter": meter}
         told |= {"state": state, "stream": True, "later": few}
         run = ForwardPass(self.attention, False, rest, branches, **told)
-        captured = few and branches is None and not input_hooks and embeds.device.type in step.DEVICES
-        steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
+        steps = self._few if plain and few and branches is None else None
         slots = None if steps is None else state.new_kv_slots()
         if slots is None and "_few" in self.__dict__:
             self._few.invalidate_layer_check()
         if steps is not None and steps.can_run_fused(embeds, slots is not None):
             with self.hold_model():
                 return steps.run_step(run, embeds, hidden, slots, running)
-        return self._forward(run, state, embeds, hidden, input_hooks or {}, few, running)
+        if whole and (shared := step.shared_captured_steps(self).unit_buffers.find()):
+            with self.hold_model():
+                forward = partial(self._forward, run, hidden=hidden, hooks={})
+                return state.replay_forward(embeds, forward, shared)
+        return self._forward(run, embeds, hidden, input_hooks or {}, few, running)
 
     def _forward(
-        self,
-        run: Any,
-        state: Any,
-        embeds: Tensor,
-        hidden: bool,
-        hooks: Any,
-        few: bool = False,
-        running: Any = None,
+        self, run: Any, embeds: Tensor, hidden: bool, hooks: Any, few: bool = False, running: Any = None
     ) -> Tensor:
         """Final states [n, E] of rows `embeds` through the modules of the layers."""
         more: dict[str, Any] = {}
+        state: Any = run if isinstance(run, BatchedStreamPass) else run.state
         if embeds.shape[1] > (wide := self.view.geometry.hidden):
             embeds, more = deepstack.split_deepstack_rows(embeds, wide)
         depth = self.view.geometry.layers
@@ -195,7 +195,7 @@ class StreamForwardPasses:
     def run_batched_passes(self, passes: Any, embeds: Tensor, units: bool = False) -> Any:
         if units:
             joined = BatchedStreamPass(passes, self._between)
-            return self._forward(joined, joined, embeds, passes[0][2], {}), joined.errors
+            return self._forward(joined, embeds, passes[0][2], {}), joined.errors
         with self.hold_model():
             return step.shared_captured_steps(self).run_batched_answers(passes, embeds)
 

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 from mmaccel.core.decoding.generate import CallEnded
 from mmaccel.core.errors import MmaccelError
-from mmaccel.core.streams.live import freeze_garbage_collector
+from mmaccel.core.streams.live import tune_process
 from mmaccel.serve import chat, socket, streams
 from mmaccel.serve.engine import Engine
 from mmaccel.serve.guard import RequestCheckMiddleware, error_response, validation_error
@@ -115,7 +115,7 @@ def run_server(engine: Engine) -> None:
     settings = engine.settings
     logging.captureWarnings(True)
     warnings.simplefilter("default")
-    with freeze_garbage_collector():
+    with tune_process():
         uvicorn.run(
             create_app(engine),
             host=settings.host,

@@ -33,7 +33,7 @@ def slow_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watch does not begin with a full collection of all that the tests hold; `test_watch` tries it as it is."""
-    monkeypatch.setattr("mmaccel.cli.watch.freeze_garbage_collector", nullcontext)
+    monkeypatch.setattr("mmaccel.cli.watch.tune_process", nullcontext)
 
 
 @pytest.fixture

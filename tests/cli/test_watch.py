@@ -24,7 +24,7 @@ from mmaccel.cli.choices import name_options_in_errors, read_video
 from mmaccel.cli.console import progress_bars
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.core.streams import sources
-from mmaccel.core.streams.live import freeze_garbage_collector
+from mmaccel.core.streams.live import tune_process
 from mmaccel.media import reader
 from mmaccel.media.preprocess import PixelSettings, resized_size
 from mmaccel_lab.world import World, write_mp4
@@ -111,7 +111,7 @@ def test_warnings_name_no_argument_the_command_lacks(tmp_path: Path) -> None:
 @pytest.fixture
 def freezing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A watch freezes what there is, and thaws it."""
-    monkeypatch.setattr("mmaccel.cli.watch.freeze_garbage_collector", freeze_garbage_collector)
+    monkeypatch.setattr("mmaccel.cli.watch.tune_process", tune_process)
     yield
     gc.freeze()
 

@@ -92,7 +92,9 @@ def test_what_is_replayed_on_two_streams_is_captured_on_two(monkeypatch: pytest.
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.MagicMock)
     monkeypatch.setattr(
-        torch.cuda, "Stream", lambda: SimpleNamespace(number=next(number), wait_stream=lambda other: None)
+        torch.cuda,
+        "Stream",
+        lambda: SimpleNamespace(number=(n := next(number)), cuda_stream=9 + n, wait_stream=id),
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: now)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())

@@ -24,7 +24,7 @@ from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.core.streams.asking import run_question
 from mmaccel.models import step
 from mmaccel.models.runner import HFRunner
-from tests.core.test_replay import Repeated
+from tests.core.test_replay import MADE, Recorded, Repeated
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.kv.mosaic.test_prefetch import Replayed
@@ -248,7 +248,7 @@ def test_replayed_layers_say_what_layers_launched_one_by_one_say(name: str, kv: 
     for works in (False, True):
         model, processor = pair(name)
         with mmaccel.VideoSession(copy.deepcopy(model), processor, None, kv=KV[kv]) as session:
-            for part in film(25).repeat(2, 1, 1, 1).split(10):
+            for part in film(25).repeat(2, 1, 1, 1).split(8):
                 session.watch(part, fps=FPS)
                 live: Any = session._live
                 live.state._keeps = live.adapter._few._replays.works = works
@@ -264,6 +264,29 @@ def test_replayed_layers_say_what_layers_launched_one_by_one_say(name: str, kv: 
         assert (plain - replayed).abs().max() <= 1e-5 and words.ids == again.ids
         assert scores_of(words) == pytest.approx(scores_of(again), abs=1e-5)
     assert Replayed.made >= 4
+
+
+def test_replayed_passes_of_two_streams_are_those_launched_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one frame and of two, in turns on one model: what the streams share is written anew for each."""
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    monkeypatch.setattr(replay, "_Replay", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    model, processor = pair("random-ov")
+    kv, said = {"name": "mosaic", "window": 4, "local": 2, "frames": 6, "encode_frames": 2}, []
+    for works in (False, True):
+        MADE.clear()
+        with ExitStack() as stack:
+            open_one = partial(mmaccel.VideoSession, model, processor, None, kv=kv)
+            both: list[Any] = [stack.enter_context(open_one()) for _ in range(2)]
+            for turn in range(13):
+                for number, session in enumerate(both):
+                    session.watch(film(1 + turn % 2 if turn else 9, seed=number + 2 * turn), fps=FPS)
+                    session._live.state.pass_replays.works = works
+            said.append([logits(session) for session in both])
+    assert all(torch.equal(plain, replayed) for plain, replayed in zip(*said, strict=True))
+    assert len(MADE) >= 4
 
 
 def test_rooms_that_come_to_lie_where_others_lay_are_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,12 +312,12 @@ def test_captures_do_not_outlive_what_they_read(monkeypatch: pytest.MonkeyPatch)
     with opened("random-ov", KV["rekv"]) as session:
         few: Any = session._stream_adapter._few  # type: ignore[attr-defined]
         wanted = logits(session)
-        steps, rooms = few._layers, dict(few._replays._rooms)
+        steps, rooms = few._layers, dict(few._replays._buffers._rooms)
         assert torch.equal(logits(session), wanted) and few._layers is steps
         layer: Any = session._stream_adapter.family.layers(session._stream_adapter.model)[0]
         layer.mlp.__class__ = type("Same", (type(layer.mlp),), {})
         assert torch.equal(logits(session), wanted) and few._layers is not steps
-        assert all(few._replays._rooms[name] is not room for name, room in rooms.items())
+        assert all(few._replays._buffers._rooms[name] is not room for name, room in rooms.items())
 
 
 def test_a_model_that_was_once_asked_for_its_attention_is_served_as_any(monkeypatch) -> None:
@@ -347,7 +370,7 @@ def test_captures_of_answers_are_given_back(monkeypatch: pytest.MonkeyPatch) -> 
             for _ in range(2):
                 steps._answer([slots], torch.zeros(1, shape.hidden), [1], None)
         # One for all that share a power of two.
-        assert len(replays._held) == 6 == sum(name == "biases" for name, *_ in replays._rooms)
+        assert len(replays._held) == 6 == sum(name == "biases" for name, *_ in replays._buffers._rooms)
 
 
 @pytest.mark.parametrize(("kv", "how"), [("full", {}), ("rekv", {"between": (0.0, 6.0)})])

@@ -319,10 +319,7 @@ def test_pictures_sum_what_there_is() -> None:
     inside = planted(256)
     assert measure.max_frame_tokens(inside.layout) == 16 and set(
         picture.drawing_token_orders(inside.layout)
-    ) == {
-        "as it stands",
-        "by place in the frame",
-    }
+    ) == {"as it stands", "by place in the frame"}
     for order in picture.drawing_token_orders(inside.layout).values():
         assert sorted(order.tolist()) == list(range(256))
         cells = picture.pool_head_attention(inside, 0, order, 32)

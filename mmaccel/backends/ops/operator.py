@@ -39,6 +39,9 @@ KERNELS = {
 }
 """The sets of kernels that an architecture runs or lacks, and what they are."""
 
+REPLAYED_ON: dict[int, int] = {}
+"""CUDA streams on which graphs are captured -> the stream on which each of these is replayed."""
+
 _WARPGROUPS = "it needs a Hopper GPU, whose asynchronous warpgroup products it computes by"
 _HOPPER = "it needs a Hopper GPU"
 _FOUR = "it needs a Hopper or a datacenter Blackwell GPU"

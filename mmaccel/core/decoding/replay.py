@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.operator import REPLAYED_ON
 from mmaccel.core.errors import warn
 
 Work = Callable[[], tuple[Tensor, ...]]
@@ -38,12 +39,67 @@ def capture_graph(work: Callable[[], Any], device: torch.device, pool: Any) -> t
     return graph, out
 
 
-@functools.cache
+@cache
 def _side(device: torch.device, replaying: int) -> Any:
     """The stream of all captures for one stream of a device: libraries keep a workspace for each stream that they have seen,
     and what is replayed on two streams at a time, a draft beside its target, may not work in one."""
     with torch.cuda.device(device):
-        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    REPLAYED_ON[side.cuda_stream] = replaying
+    return side
+
+
+class GraphBuffers:
+    """Input and output buffers of captured work, by name, and the memory pool of its graphs. Several caches may share one
+    if what they replay runs one after another, and leaves nothing in the pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._rooms = device, dict[Hashable, Tensor]()
+        self._pool: Any = None
+        self._stream: Any = None
+        self._keeper: Any = None
+        self._queued: Any = None
+        self.captured = set[Hashable]()
+        """Names of work that was captured with these buffers: it can be captured again without being run before."""
+
+    def get_buffer(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the buffer `name`, allocated once, as zeros."""
+        known = (name, shape, dtype)
+        if known not in self._rooms:
+            with torch.inference_mode(False):
+                self._rooms[known] = torch.zeros(shape, dtype=dtype, device=self._device)
+        return self._rooms[known]
+
+    def clear(self) -> None:
+        """Drop all buffers, and the pool."""
+        self._rooms.clear()
+        self.captured.clear()
+        self._pool = self._keeper = None
+
+    @property
+    def pool(self) -> Any:
+        """The pool in which graphs that use these buffers are captured."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            if self._device.type == "cuda":  # a pool whose graphs are all gone takes no other
+                keep = partial(torch.zeros, 1, device=self._device)
+                self._keeper = capture_graph(keep, self._device, self._pool)
+        return self._pool
+
+    def wait_for_last_user(self) -> None:
+        """Make the current CUDA stream, if it is not the last caller's, wait for that one, which used the same buffers."""
+        if self._device.type == "cuda":
+            last, self._stream = self._stream, torch.cuda.current_stream(self._device)
+            if last not in (None, self._stream):
+                self._stream.wait_stream(last)
+
+    def stay_near_device(self) -> None:
+        """Wait until the device has done what was queued before the last call, so that what comes for an answer now does not
+        queue behind much else."""
+        if self._device.type == "cuda":
+            last, self._queued = self._queued, torch.cuda.current_stream(self._device).record_event()
+            if last is not None:
+                last.synchronize()
 
 
 class CudaGraphCache:
@@ -68,23 +124,18 @@ class CudaGraphCache:
         # By name and place: a capture; where results of work that has run once will go (nowhere: empty); or that it cannot
         # be captured.
         self._held: dict[Hashable, dict[Hashable, _Replay | tuple[Tensor, ...] | Literal["unfit"]]] = {}
-        self._rooms: dict[Hashable, Tensor] = {}
+        self._buffers = GraphBuffers(device)
         self._mark: Hashable = None
-        self._stream: Any = None
-        self._pool: Any = None
 
     def drop_if_moved(self, mark: Hashable) -> None:
         """Declare by the key `mark` where the data lies that captured work reads; if it differs from the last one, all
         captures and buffers are dropped. If the current CUDA stream is not the last caller's, it waits for that one, which
         used the same buffers."""
-        if self._device.type == "cuda":
-            last, self._stream = self._stream, torch.cuda.current_stream(self._device)
-            if last not in (None, self._stream):
-                self._stream.wait_stream(last)
+        self._buffers.wait_for_last_user()
         if mark != self._mark:
             self._held.clear()
-            self._rooms.clear()
-            self._mark, self._pool = mark, None
+            self._buffers.clear()
+            self._mark = mark
 
     def is_captured(self, name: Hashable, at: Hashable = None) -> bool:
         """Return whether a call of `name` will not capture any more: it replays a graph, or can never be captured. `at` is
@@ -96,16 +147,19 @@ class CudaGraphCache:
     def get_buffer(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the input or output buffer `name` of captured work: allocated once, as zeros, and dropped when `mark`
         changes."""
-        known = (name, shape, dtype)
-        if known not in self._rooms:
-            with torch.inference_mode(False):
-                self._rooms[known] = torch.zeros(shape, dtype=dtype, device=self._device)
-        return self._rooms[known]
+        return self._buffers.get_buffer(name, shape, dtype)
 
     def __call__(
-        self, name: Hashable, work: Work, at: Hashable = None, lasting: bool = True
+        self,
+        name: Hashable,
+        work: Work,
+        at: Hashable = None,
+        lasting: bool = True,
+        shared: GraphBuffers | None = None,
     ) -> tuple[Tensor, ...]:
-        """The results of `work`; `at` says where that lies which this work alone reads beside what `mark` covers.
+        """The results of `work`; `at` says where that lies which this work alone reads beside what `mark` covers. It is
+        captured in the pool of `shared`, if given, at once if another cache has captured work of this name there; work that
+        returns nothing may share one with other caches.
 
         Results last until the next call of `name`. Where they are not `lasting`, they are copied nowhere, and any other
         call may write over them.
@@ -114,27 +168,32 @@ class CudaGraphCache:
             return work()
         # The last one used is the last of all.
         ways = self._held[name] = self._held.pop(name, {})
-        held = ways.pop(at, None)
+        before = held = ways.pop(at, None)
         self.warm = held is not None and not isinstance(held, tuple)
         if held is None:
             if len(ways) == KEPT:
                 del ways[next(iter(ways))]
             elif sum(map(len, self._held.values())) >= MOST and len(self._held) > 1:
                 del self._held[next(iter(self._held))]
+            held = () if shared is not None and name in shared.captured else None
+        if held is None:
             out = work()
             with torch.inference_mode(False):
                 ways[at] = places = tuple(torch.empty_like(one) for one in out) if lasting else ()
             _copied(places, out)
             return places or out
         if isinstance(held, tuple):
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
             try:
-                held = _Replay(work, held, self._device, self._pool)
+                held = _Replay(work, held, self._device, (shared or self._buffers).pool)
+                if shared is not None:
+                    shared.captured.add(name)
             except torch.OutOfMemoryError:
                 ways[at] = held  # the next call captures it, if there is room by then
                 return work()
             except RuntimeError:
+                if before is None:  # a kernel may have had to be loaded
+                    ways[at] = ()
+                    return work()
                 held = "unfit"  # it waits for the device
         ways[at] = held
         return work() if isinstance(held, str) else held()

@@ -18,7 +18,7 @@ from mmaccel.core.files import checkpoint_io
 
 # Places beyond what is needed: an eighth, within these bounds, for doubling would waste half the device at 1M tokens; and at
 # least `LEAST` where the caller gives the share.
-ROOM_MIN, ROOM_MAX, LEAST = 256, 8192, 64
+ROOM_MIN, ROOM_MAX, LEAST = 256, 8192, 256
 
 
 def grow_buffer(

@@ -45,8 +45,7 @@ class KVView:
 class KVState(ABC):
     """The KV cache of one batch of sequences, for all layers."""
 
-    in_place: bool = False
-    """It is buffers of columns of which a query sees the first ones, all of them; see `buffers`."""
+    in_place: bool = False  # whether it is buffers whose first columns a query sees (`layer_buffers`)
     follows: ClassVar[bool] = False  # whether it is a part of the recipe's own memory, which is pruned
     running: tuple[Any, ...] = ()  # what each layer without keys carries along the sequence; set by its cache
 
@@ -281,6 +280,7 @@ class StreamState(KVState):
         """Restrict this snapshot's question to the units (frames) from `first` to before `end`: it retrieves no others."""
 
     parts: bool = False  # whether units may also come while the question of a snapshot is between two layers
+    replays_pass: bool = False  # whether the "units" pass that has begun may run by `replay_forward`
     several: bool = False  # whether another snapshot may be asked while the answer on one is decoded
     forgets: bool = False  # whether units may become too old (`forget_old_units`)
 
@@ -292,9 +292,9 @@ class StreamState(KVState):
         """Return `new_kv_slot` of each layer for an answer's tokens, before any layer runs; None: use `new_kv_slot`."""
         return None
 
-    def layer_attention(self, layer: int, query: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return ``attend(query)`` [1, H, n, D], attention of a layer to its `view`; it may be replayed as a CUDA graph."""
-        return attend(query)
+    def replay_forward(self, embeds: Tensor, forward: Any, shared: Any) -> Tensor:
+        """Return ``forward(embeds)`` [n, E] of such a pass, a CUDA graph from its second run on; others use `shared` too."""
+        return forward(embeds)  # type: ignore[no-any-return]
 
     def units_that_fit(self, first: int, count: int) -> int:
         """Return how many of `count` units (frames) from number `first` on may go in one pass, at least 1."""

@@ -150,7 +150,7 @@ class MultiDeviceStreamState(StreamState):
 
     append = receive_hidden = new_kv_slot = count_summary_columns = seen_tokens = record_shown_columns = (
         record_sparse_rows
-    ) = layer_attention = make_delegate(_of_layer)
+    ) = make_delegate(_of_layer)
     end_pass = begin_ingest = end_ingest = set_query_fields = limit_to_units = make_delegate(_each)
     accept = truncate = reset = make_delegate(_each)
     units = length = shown_units = waiting_features = make_delegate(_first)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -250,12 +250,6 @@ class ForwardPass(PrefillPass):
         rows = self.layout.length - self.start - query.shape[2]  # of layers that run the last rows alone
         if rows > 0 and not self.stream and self.pruning is None:
             return self.slice_new_columns(rows, rows + query.shape[2]).attend(layer, query, key, value, scale)
-        if self.stream and not self.probes and isinstance(self.state, StreamState):
-            attend = partial(self._attend_view, layer, key=key, value=value, scale=scale)
-            return self.state.layer_attention(layer, query, attend)
-        return self._attend_view(layer, query, key, value, scale)
-
-    def _attend_view(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         window = self.config.sliding.get(layer)
         view = KVView(key, value, None, 0, window) if self.state is None else self.state.view(layer, query)
         key, value, query = view.key, view.value, query if view.query is None else view.query

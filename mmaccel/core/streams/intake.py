@@ -218,7 +218,7 @@ class FrameIntake:
                         with each():
                             taken = self._take(how, clip, given, done, moves, lines)
                             if not clip.part and (how == "watch" or taken == len(clip.frames)):
-                                self._rest()
+                                self._rest(how == "watch")
                         done, part = done + taken, clip.part
                         if apart:
                             self._let_go()
@@ -274,9 +274,9 @@ class FrameIntake:
             self._waited += waited
             yield
 
-    def _rest(self) -> None:
-        """Tell the memory that no more frames come for now."""
-        if self._live is not None:
+    def _rest(self, idle: bool = False) -> None:
+        """Tell the memory that no more frames come for now; with `idle`, unless others wait: the next question does it."""
+        if self._live is not None and not (idle and self._stream_adapter.turns.is_contended):
             with self._turn():
                 self._live.state.end_ingest()
                 self._live.draft_stream.end_ingest()

@@ -336,6 +336,10 @@ class SharedArchive(ArchivedMemory):
         self._part()
         super().end_ingest()
 
+    def clusters(self) -> dict[str, Tensor]:
+        self._part()
+        return super().clusters()
+
     def checkpoint(self) -> Any:
         self._part()
         if not self._questioned:

@@ -1,5 +1,5 @@
-"""Base of memories that archive older units (frames) on the host: what passes of the stream retrieve of them. On CUDA the
-attention of a pass at a layer, with all that it retrieves, is captured as a graph at its second run, then replayed.
+"""Base of memories that archive older units (frames) on the host: what passes of the stream retrieve of them. On CUDA a
+whole pass of few units, with all that its layers retrieve, is captured as a graph at its second run, then replayed.
 
 Letters: L layers, H query heads, G key/value heads, D head size, P tokens a unit, n rows of a pass, k units retrieved.
 """
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.decoding.replay import CudaGraphCache
+from mmaccel.core.decoding.replay import CudaGraphCache, GraphBuffers
 from mmaccel.core.memory.buffers import on_device
-from mmaccel.core.memory.kv import Stream, StreamPass
+from mmaccel.core.memory.kv import KVView, Stream, StreamPass
 from mmaccel.policies.kv._index import Index, compact_slots
 from mmaccel.policies.kv._ingest import Bases
 from mmaccel.policies.kv._prefetch import Prefetcher
-from mmaccel.policies.kv._window import Pair, Ring
+from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.store.slabs import GatherTable
 
 REPLAYED = 8
-"""The largest pass in units that is captured; the device works for longer on a larger one than its launches take."""
+"""Units of the largest pass that is captured. Those of smaller ones are powers of two, so that few are captured."""
 
 
 class EncodingMemory(StreamMemory):
@@ -46,21 +46,25 @@ class EncodingMemory(StreamMemory):
         self.index: Index = policy.index.opens(*own)
         self.store = policy.store.open(stream, geometry, device)
         self.prefetcher = Prefetcher(self.store, geometry.layers, self.window, stream.units(policy.cache))
-        self.replays = CudaGraphCache(device)
+        self.replays, self.pass_replays = CudaGraphCache(device), CudaGraphCache(device)
         # What passes retrieve stands before the window, wherever the stream is.
         self.bases = Bases(stream.positions, self.window, self.encode_budget)
         # Whether the pass retrieves, and the units that its layers have retrieved.
         self._encodes, self._encoded = False, list[Tensor]()
-        # Whether its attention is replayed, and what the graphs read the store by.
-        self._replayed = False
+        # What layers see that run for a capture; what graphs read the store by; heads of all layers, and whose they are.
+        self._shown: Tensor | None = None
         self._table: GatherTable | None = None
+        self._stacked_heads: tuple[list[Any], Tensor] = [], torch.empty(0)
 
     def units_that_fit(self, first: int, count: int) -> int:
-        return super().units_that_fit(first, 1 if self.policy.encode_by == "frame" else count)
+        fit = super().units_that_fit(first, 1 if self.policy.encode_by == "frame" else count)
+        if self.pass_replays.works and self._is_settled:
+            fit = 1 << min(fit, REPLAYED).bit_length() - 1
+        return fit
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
         super().begin_pass(stream_pass)
-        self._replayed = False
+        self.replays_pass = False
         if stream_pass.kind != "units":
             return
         self._encoded, self._encodes = [], False
@@ -73,7 +77,7 @@ class EncodingMemory(StreamMemory):
         if self._encodes:
             self.prefetcher.begin(self._first)
             slots = self.stream.positions.interval_count(self._first)
-            if self.replays.works and self._ingested is None and self._searches:
+            if self.pass_replays.works and self._ingested is None and self._searches:
                 self._table = self.store.gather_tables.find(self.prefetcher.places(), self._table)
                 self.store.lanes.wait_for_copies()
             self._set_data_place(1 + slots)
@@ -81,14 +85,18 @@ class EncodingMemory(StreamMemory):
                 self._pass_slots.copy_(on_device([self._base, slots], self.device))
             if stream_pass.look is not None and self.index.by_look:
                 self.index.set_visual_query(stream_pass.look.mean(0))
-        full = self._count - self._first == self.window and stream_pass.count <= REPLAYED
-        if self.replays.works and full and self._ingested is None:
-            self._replayed = not self._encodes or self._searches
-        if self._replayed:
+        if self.pass_replays.works and self._is_settled and stream_pass.count <= min(REPLAYED, self.window):
+            self.replays_pass = not self._encodes or self._searches
+        if self.replays_pass:
             cos, sin = self._unit_angles(stream_pass)
-            room = self.replays.get_buffer("angles of units", (2, *cos.shape), cos.dtype)
+            room = self.pass_replays.get_buffer("angles of units", (2, *cos.shape), cos.dtype)
             torch.stack((cos, sin), out=room)
             self.rope.kept["units"] = room[0], room[1]
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the window is full, and no stored video is ingested: passes of as many units are then alike."""
+        return self._ingested is None and self._count - self._first == self.window
 
     @property
     def _searches(self) -> bool:
@@ -98,25 +106,25 @@ class EncodingMemory(StreamMemory):
     @property
     def _pass_slots(self) -> Tensor:
         """[2] on the device: the base of a pass of the stream, and the time slots before its window."""
-        return self.replays.get_buffer("slots", (2,), torch.long)
+        return self.pass_replays.get_buffer("slots", (2,), torch.long)
 
     def _set_data_place(self, units: int) -> None:
         """Tell the replays where all that a search reads lies; positions are those of `units` units at least."""
         fetched = self.prefetcher.addresses() if self._first else None
         table = self.stream.positions.position_table_address(units)
-        self.replays.drop_if_moved(
-            (self.index.addresses(), table, fetched, self._table and self._table.capture_key)
-        )
+        place = self.index.addresses(), table, fetched, self._table and self._table.capture_key
+        for replays in (self.replays, self.pass_replays):
+            replays.drop_if_moved(place)
 
     def _folded(self, query: Tensor, count: Tensor | None = None) -> Tensor:
         """[d]: the mean of raw queries [H, n, D] of the first `count` [1] rows, or of all, against keys of all heads: the
         heads of a group summed, for they share their keys."""
         return clusters.mean_query(query, count, self.geometry.kv_heads)
 
-    def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
+    def _retrieved(self, layer: int, query: Tensor, out: Tensor | None = None) -> list[Pair]:
         if not self._encodes:
             return []
-        replays, budget, positions = self.replays, self.encode_budget, self.stream.positions
+        replays, budget, positions = self.pass_replays, self.encode_budget, self.stream.positions
         now, coded, based = self.index.prepare(self._first), self.store.can_gather, self._base > 0
         # One launch for the thousands of rows of a pass, which a question's kernel would go through one after the other.
         mean = replays.get_buffer("mean", (query.shape[1], 1, query.shape[3]), torch.float32)
@@ -133,63 +141,96 @@ class EncodingMemory(StreamMemory):
             torch.stack(self.rope.angles(positions.of_units(at, most, own=not based)), out=room)
             return (units, self.prefetcher.location_codes(layer, units)) if coded else (units,)
 
-        searched = self._searches and not self._replayed
-        units, *code = replays(self._pass_name(layer), find) if searched else find()
+        searched = self._searches and out is None
+        units, *code = replays((layer, *self._pass_name()), find) if searched else find()
         self._encoded.append(units)
-        table = self._table if self._replayed else None
-        rows = self.prefetcher.retrieve(layer, units, code[0] if code else None, table)
+        table = None if out is None else self._table
+        rows = self.prefetcher.retrieve(layer, units, code[0] if code else None, table, out)
         self.rope.apply_(rows[:1], (room[0], room[1]))
         return [(rows[:1], rows[1:])]
 
-    def _pass_name(self, layer: int) -> tuple[Any, ...]:
-        """The name of what a layer of a pass replays, but for the pass's size."""
+    def _pass_name(self) -> tuple[Any, ...]:
+        """The name of what a pass replays, but for the pass's size."""
         if not self._encodes:
-            return "pass", layer
+            return ("pass",)
         largest = self.index.prepare(self._first).lists.largest
-        return "pass", layer, self.encode_budget, largest, self._base > 0, self.stream.positions.has_even_rate
+        return "pass", self.encode_budget, largest, self._base > 0, self.stream.positions.has_even_rate
 
     @torch.no_grad()
-    def layer_attention(self, layer: int, query: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        ring, replays, searches = self._rings[layer], self.replays, self._encodes
-        if not self._replayed or ring is None:
-            return attend(query)
-        key, value = self._new[layer]
-        given = [*map(_rows_first, (query, key, value)), ring.turned[0], ring.value[0]]
-        # Passes of all sizes share the room of the largest.
-        most, rows = REPLAYED * self.stream.tokens_per_unit, query.shape[2]
-        sizes = [(most, *x.shape[1:]) for x in given[:3]] + [x.shape for x in given[3:]]
-        rooms = [replays.get_buffer((n, "of a pass"), size, key.dtype) for n, size in enumerate(sizes)]
-        held = [room[: len(x)] for room, x in zip(rooms, given, strict=True)]
-        torch._foreach_copy_(held, given)
-        out = replays.get_buffer("attended", (most, query.shape[1], value.shape[3]), value.dtype)[:rows]
-        found = replays.get_buffer(("found", layer), (2, self.encode_budget), torch.long)
-        before, crossed = len(self._encoded), len(self.prefetcher.crossing)
-        at = tuple(one.data_ptr() for one in self._head(layer))
+    def replay_forward(self, embeds: Tensor, forward: Any, shared: GraphBuffers) -> Tensor:
+        layers, room = range(self.geometry.layers), shared.get_buffer
+        shared.wait_for_last_user()
+        rows = room("embeds", tuple(embeds.shape), embeds.dtype).copy_(embeds)
+        out = room("hidden", tuple(embeds.shape), embeds.dtype)
+        self._shown = shown = self._lay_out(len(rows), room)
+        made = room("made", (2, *shown[:, 0, :, : len(rows)].shape), shown.dtype)
+        found = room("found", (2, len(layers), self.encode_budget), torch.long)
+        crossed = len(self.prefetcher.crossing)
 
         def work() -> tuple[Tensor, ...]:
-            out.copy_(_rows_first(attend(_heads_first(held[0]))))
-            if searches:
-                torch.stack((self._encoded[-1], self.prefetcher.crossing[-1]), out=found)
+            self._encoded = []
+            del self.prefetcher.crossing[crossed:]
+            out.copy_(forward(rows))
+            for n, side in enumerate(made):
+                torch.cat([self._new[layer][n] for layer in layers], out=side)
+            if self._encodes:
+                for n, some in enumerate((self._encoded, self.prefetcher.crossing[crossed:])):
+                    torch.stack(some, out=found[n])
             return ()
 
-        self._new[layer] = _heads_first(held[1]), _heads_first(held[2])
-        self._rings[layer] = Ring(ring.key, held[3][None], held[4][None])
         try:
-            replays((*self._pass_name(layer), query.shape), work, at=at)
+            at = shared, shown.data_ptr(), shown.shape
+            self.pass_replays((*self._pass_name(), rows.shape), work, at=at, shared=shared)
         finally:
-            self._new[layer], self._rings[layer] = (key, value), ring
-            del self._encoded[before:], self.prefetcher.crossing[crossed:]
-        if searches:
-            self._encoded.append(found[0])
-            self.prefetcher.count_captured(found[1])
-        return _heads_first(out)
+            self._shown, self._encoded = None, []
+            del self.prefetcher.crossing[crossed:]
+        self._new = {n: (made[0, n, None], made[1, n, None]) for n in layers}
+        if self._encodes:
+            told = found.clone()
+            self._encoded = [*told[0]]
+            self.prefetcher.count_captured(told[1])
+        shared.stay_near_device()
+        return out
+
+    def _lay_out(self, rows: int, room: Callable[..., Tensor]) -> Tensor:
+        """[L, 2, G, N, D]: keys after RoPE and values that a captured pass of `rows` new columns sees: the head, what is
+        retrieved, the window, the new ones. The head and the window are there; the pass writes the others."""
+        heads, (_, *window) = (
+            [self._head(layer) for layer in range(self.geometry.layers)],
+            self._stacked_windows(),
+        )
+        before, width = heads[0][0].shape[2], window[0].shape[2]
+        near = before + self._encodes * self.encode_budget * self.stream.tokens_per_unit
+        size = len(heads), 2, *heads[0][0].shape[1:2], near + width + rows, heads[0][0].shape[3]
+        shown = room("shown", size, self.stream.dtype)
+        known = self._stacked_heads[0]
+        if len(known) != len(heads) or any(a is not b for a, b in zip(known, self._heads, strict=True)):
+            self._stacked_heads = [*self._heads], torch.stack([torch.cat(pair) for pair in heads])
+        shown[:, :, :, :before] = self._stacked_heads[1]
+        for side, some in enumerate(window):
+            shown[:, side, :, near : near + width] = some
+        return shown
+
+    def _encode(
+        self, layer: int, query: Tensor, stream_pass: StreamPass, key: Tensor, value: Tensor
+    ) -> KVView:
+        if self._shown is None:
+            return super()._encode(layer, query, stream_pass, key, value)
+        shown, angles, rows = self._shown[layer], self._unit_angles(stream_pass), query.shape[2]
+        unit = self.stream.tokens_per_unit
+        near = shown.shape[2] - rows - self.window * unit
+        if self._encodes:
+            self._retrieved(layer, query, shown[:, :, near - self.encode_budget * unit : near])
+        shown[:1, :, -rows:], shown[1:, :, -rows:] = self.rope.apply(key, angles), value
+        query = self.rope.apply(query, angles)
+        return KVView(shown[:1], shown[1:], sinks=near, window=self.window * unit, query=query)
 
     def _break_off(self) -> None:
         super()._break_off()
-        if self._replayed:
+        if self.replays_pass:
             # What a graph reads of the store is read where the model computes.
             self.store.lanes.wire.wait(self.store.lanes.compute_queue.record_mark())
-        self._replayed = False
+        self.replays_pass = False
 
     def _move(self, stream_pass: StreamPass) -> None:
         encoded, self._encoded = self._encoded, []
@@ -206,13 +247,3 @@ class EncodingMemory(StreamMemory):
         lost = self.store.put_layers(layers, range(first, first + count), pairs)
         if lost:
             self.index.forget(lost)
-
-
-def _rows_first(x: Tensor) -> Tensor:
-    """[n, heads, D], as the model's projections lie, of `x` [1, heads, n, D]."""
-    return x[0].transpose(0, 1)
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """[1, heads, n, D] of `x` [n, heads, D]."""
-    return x.transpose(0, 1)[None]

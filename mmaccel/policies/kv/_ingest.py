@@ -181,18 +181,23 @@ class IngestState(PassState):
     def _gone(self, layers: Sequence[int], first: int, count: int, pairs: Sequence[Pair]) -> None:
         """Units ``first .. first + count`` leave the window of some layers: of each [1, G, count * P, D], to be copied."""
 
-    def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
+    def _retrieved(self, layer: int, query: Tensor, out: Tensor | None = None) -> list[Pair]:
         """Rotated keys and values of units that have left the window, which the units of a pass see besides; by their raw
-        queries [1, H, n, D]."""
+        queries [1, H, n, D]. They are written to `out` [2, G, k * P, D], if given."""
         return []
 
-    def _shift_windows(self, fresh: Sequence[Tensor], cut: int, pause: Callable[[], None]) -> None:
-        """Append keys, turned keys and values `fresh` [L, G, n, D] to the windows; these lose their first `cut` columns."""
+    def _stacked_windows(self) -> list[Tensor]:
+        """Keys, turned keys and values [L, G, N, D] of the windows of all layers; empty before there are any."""
         rings, old = self._stacked
         if len(rings) != len(self._rings) or any(a is not b for a, b in zip(rings, self._rings, strict=True)):
             held = [ring for ring in self._rings if ring is not None]
             old = [torch.cat(side) for side in zip(*held, strict=True)]
-        made = list[Tensor]()
+            self._stacked = list(self._rings), old
+        return old
+
+    def _shift_windows(self, fresh: Sequence[Tensor], cut: int, pause: Callable[[], None]) -> None:
+        """Append keys, turned keys and values `fresh` [L, G, n, D] to the windows; these lose their first `cut` columns."""
+        old, made = self._stacked_windows(), list[Tensor]()
         for number, side in enumerate(fresh):
             pause()
             parts, skip = [*old[number : number + 1], side], cut

@@ -181,12 +181,17 @@ class Prefetcher:
         return ready
 
     def retrieve(
-        self, layer: int, entries: Tensor, code: Tensor | None = None, table: GatherTable | None = None
+        self,
+        layer: int,
+        entries: Tensor,
+        code: Tensor | None = None,
+        table: GatherTable | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Return keys and values [2, G, n * P, D] of units `entries` [n] outside the window, for a pass of the stream; call
-        `begin` first. `code` [n]: their location codes, if the store `can_gather`. With a `table` of `places` they are
-        copied on the compute queue, where a CUDA graph can capture it. Counters and cache do not change."""
-        out = self._store.new_device_buffer(len(entries))
+        """Return keys and values [2, G, n * P, D] of units `entries` [n] outside the window, for a pass of the stream, in
+        `out` if given; call `begin` first. `code` [n]: their location codes, if the store `can_gather`. With a `table` of
+        `places` they are copied on the compute queue, where a CUDA graph can capture it. No counter or cache changes."""
+        out = self._store.new_device_buffer(len(entries)) if out is None else out
         if code is None:
             self._store.fetch(layer, entries.tolist(), out)
             return out
@@ -306,9 +311,9 @@ class Prefetcher:
         return self._store.gather(code, out, self.places())
 
     def count_captured(self, code: Tensor) -> None:
-        """Count what a captured `retrieve` copied by codes `code` [n], when it is replayed."""
-        self.crossing.append(code)
-        self._store.count_copied(0, gathers=1)
+        """Count what captured calls of `retrieve` copied, each by codes `code` [L, n], when they are replayed."""
+        self.crossing.append(code.flatten())
+        self._store.count_copied(0, gathers=len(code))
 
     def places(self) -> tuple[Tensor, ...]:
         """Return the device's buffers that codes may speak of; the same object while they stay where they are."""

@@ -57,6 +57,7 @@ class ArchivedMemory(EncodingMemory):
         self.policy, self.budget = policy, self.stream.units(policy.frames)
 
     def clusters(self) -> dict[str, Tensor]:
+        self.index.cluster_units()
         return self.index.cluster_of_units()
 
     def begin_pass(self, stream_pass: StreamPass) -> None:

@@ -86,9 +86,15 @@ def block_attend(call: BlockAttendCall, *, chunk: int | None = None) -> tuple[Te
     if rows and alone and block_q <= 64 and all(plain) and shared >= PAIRS:
         # Lists that are runs of blocks in their order differ little between neighbours: two share what they load, if they
         # cannot share it with another head.
-        if q_row.shape[-1] // block_q % 2:
-            q_row, *q_pos = (torch.nn.functional.pad(t, (0, block_q), value=-1) for t in (q_row, *q_pos))
-        row, block_q, P = [merge_adjacent_query_blocks(r) for r in row], 2 * block_q, q_row.shape[-1]
+        places, odd = (q_row, *q_pos), q_row.shape[-1] // block_q % 2
+
+        def pairs() -> tuple[list[Tensor], list[Tensor]]:
+            padded = [torch.nn.functional.pad(t, (0, block_q), value=-1) for t in places] if odd else []
+            return padded, [merge_adjacent_query_blocks(r) for r in row]
+
+        padded, row = get_cached_on_plan([*places, *row], ("pairs", block_q), pairs)
+        q_row, *q_pos = padded or places
+        block_q, P = 2 * block_q, q_row.shape[-1]
     size, value_size = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(DV))
     # Queries and sums of 128 rows of larger heads exceed shared memory.
     most = 64 if value_size > 256 else 128

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import block_attend
 from mmaccel.backends.ops.block_attend import common_batch_and_heads
+from mmaccel.backends.ops.operator import REPLAYED_ON
 from mmaccel.backends.triton.launch_args import leading_strides
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
@@ -309,6 +310,7 @@ def get_cached_on_plan(plan: list[Tensor], name: Any, make: Any) -> Any:
     refer to the tensors, since that would keep them alive."""
     device = plan[0].device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = REPLAYED_ON.get(stream, stream)
     made = getattr(plan[0], "derived", None)
     if made is None:
         made = plan[0].derived = {}

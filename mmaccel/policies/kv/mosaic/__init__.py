@@ -30,6 +30,7 @@ from mmaccel.policies.kv.mosaic.split import Params, UnitMeans
 
 SPLIT = dict(smallest=4, largest=32, tau_small=1.25, tau_large=2, alpha=8, new_scene=2, gain=0.05, unmix=0.5)
 BATCHED = "attention", "feed", "match"
+LARGEST = 32  # units of a cluster, about; what searches are captured for at least
 PREDICTORS = {"query": "query", "projected": "projected", "frames": "query"}
 """What a predictor of earlier versions is now; "frames", which changed no answer either, is none of its own any more."""
 STAGE = 4
@@ -81,8 +82,10 @@ class ClusterIndex(Index):
             retrieved = self.tree.means.add_oldest_waiting_pass()
             retrieved = None if retrieved is None else torch.from_numpy(self._at.rows_of(retrieved.numpy()))
             if retrieved is not None and self.tree.has_clusters:
-                for layer, owners in enumerate(self.tree.semantic.owner.gather(1, retrieved)):
-                    self.tree.split_deferred(layer, owners.unique())
+                owners = self.tree.semantic.owner.gather(1, retrieved)
+                deferred = self.tree.semantic.lazy.gather(1, owners.clamp_min(0)) != 0
+                for layer in deferred.any(1).nonzero()[:, 0].tolist():
+                    self.tree.split_deferred(layer, owners[layer].unique())  # type: ignore[no-untyped-call]
             self.tree.assign_units(self._window, retrieved)
         if self.tree.units - self._units > BEHIND * bool(keep):
             self.refresh()
@@ -211,7 +214,7 @@ class ClusterIndex(Index):
         begin = first.gather(1, owners.clamp(max=count - 1)) if count else 0
         within = torch.empty_like(flat).scatter_(1, flat, number.expand_as(flat)) - begin
         largest = int(size.max()) if size.numel() else 0
-        largest = 1 << max(largest - 1, 0).bit_length()
+        largest = 1 << (max(largest, LARGEST) - 1).bit_length()
         fixed = self._fix("within", within), flat, first, self._fix("size", size)
         lists = ops.ClusterMembership(owners, *fixed, largest)
         told, alive = self._surveyed(whole, room, absent), (size > 0).sum(1).tolist()

@@ -29,6 +29,8 @@ PIECES, FILE_BYTES = 2**14, 256 * 2**20
 """Slabs of a whole host at most, and the size of files: a system maps 65,530 pieces for a process."""
 LEAST = 64
 """Slots of a slab at least, where files are made of them."""
+ROWS = 512
+"""Units at least that a `SlotTable` has rows for: each time it gets more, captured graphs are lost."""
 SPARE = 1 / 16
 """The share of the host's memory that is left to everything else."""
 SHARES = 64
@@ -281,7 +283,7 @@ class SlotTable:
             every = np.union1d(known, units)
             self.at.old, self.at.gap = every, int(every[-1]) + 1 - len(every)
             size = min(old.shape[1], 2 * len(held)) if held.max(initial=0) + 1 == len(held) else len(held)
-            self.slot = np.full((len(old), max(len(every), 2 * size)), -1, dtype=np.int64)
+            self.slot = np.full((len(old), max(len(every), 2 * size, ROWS)), -1, dtype=np.int64)
             self.slot[:, self.at.rows_of(known)] = old[:, held]
         self.slot[np.ix_(layers, self._row(units))] = np.reshape(slots, (len(layers), -1))
         self.stale = True

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from mmaccel.contract import memory as contract
 from mmaccel.contract.memory import GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, RotaryModel
+from mmaccel.core.decoding.replay import GraphBuffers
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass
 from mmaccel.policies.kv._retrieval import ArchivedMemory
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
@@ -53,7 +53,7 @@ class Driven:
         stream = Stream(tokens_per_unit=TOKENS, head=HEAD, frames_per_unit=1, positions=at, dtype=dtype)
         state = self.policy.open_stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type]
         assert isinstance(state, ArchivedMemory)
-        self.state = state
+        self.state, self.shared = state, GraphBuffers(CPU)
         self.index: Any = state.index
         if "index" not in fields:
             self.index.tree.rules = replace(self.index.tree.rules, **RULES)
@@ -93,18 +93,23 @@ class Driven:
         for first, n, rows in passes(self.state, count, step, self.unit):
             where = dict(rows=n * TOKENS, first=first, count=n, look=self.looks(first, n))
             self.state.begin_pass(StreamPass(kind="units", **where))  # type: ignore[arg-type]
-            each = list[Tensor]()
-            for layer in range(LAYERS):
-                query, *pair = rows(layer)
-                self.state.append(layer, *pair)
-                each.append(self.state.layer_attention(layer, query, partial(self.attend, layer)).clone())
+            embeds = torch.cat(
+                [side[0].transpose(0, 1) for layer in range(LAYERS) for side in rows(layer)], 1
+            )
+            run = self.state.replay_forward if self.state.replays_pass else lambda x, forward, _: forward(x)
+            made = run(embeds.flatten(1), self.forward, self.shared).clone()
+            out.append(made.unflatten(1, (LAYERS, -1, SIZE)).permute(1, 2, 0, 3)[:, :HEADS])
             self.state.end_pass()
-            out.append(torch.cat(each))
         return out
 
-    def attend(self, layer: int, query: Tensor) -> Tensor:
-        """[1, H, n, D]: what queries of a pass get of what a layer shows them."""
-        return attend(self.state.view(layer, query), query.shape[2])[None]
+    def forward(self, embeds: Tensor) -> Tensor:
+        """[n, E]: what the rows of a pass, which have queries, keys and values of all layers in them, get at each layer."""
+        out = torch.zeros_like(embeds).unflatten(1, (LAYERS, -1, SIZE))
+        for layer, columns in enumerate(embeds.unflatten(1, (LAYERS, -1, SIZE)).unbind(1)):
+            query, *pair = columns.transpose(0, 1)[None].split((HEADS, GROUPS, GROUPS), 1)
+            self.state.append(layer, *pair)
+            out[:, layer, :HEADS] = attend(self.state.view(layer, query), len(embeds)).transpose(0, 1)
+        return out.flatten(1)
 
     def stream_pass(self, rows: int = 4) -> StreamPass:
         return StreamPass(kind="question", rows=rows, words=(1, rows), room=2)

@@ -303,6 +303,7 @@ def test_it_is_what_counting_anew_finds(seed: int) -> None:
     check(index, tree, 30)
 
 
+@pytest.mark.usefixtures("small_rooms")
 def test_of_entries_a_survey_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for those that are forgotten, there is a word for each cluster: a long stream has many more entries."""
     told: list[int] = heard(monkeypatch, Index, "_sent", lambda index, x, *_: x.shape[-1])

@@ -302,6 +302,7 @@ def test_work_is_done_at_once_without_streams() -> None:
     assert done == [1] and mark.seconds(later) >= 0
 
 
+@pytest.mark.usefixtures("small_rooms")
 def test_the_table_is_as_wide_as_what_is_held(tmp_path: Path) -> None:
     """A stream without an end, of which the last units are held and two that are pinned. Some are taken back and come
     again; all are saved and read."""

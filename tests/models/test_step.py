@@ -248,7 +248,7 @@ def test_replayed_layers_say_what_layers_launched_one_by_one_say(name: str, kv: 
     for works in (False, True):
         model, processor = pair(name)
         with mmaccel.VideoSession(copy.deepcopy(model), processor, None, kv=KV[kv]) as session:
-            for part in film(25).repeat(2, 1, 1, 1).split(8):
+            for part in film(25).repeat(2, 1, 1, 1).split(10):
                 session.watch(part, fps=FPS)
                 live: Any = session._live
                 live.state._keeps = live.adapter._few._replays.works = works

@@ -25,7 +25,7 @@ from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.store.slabs import GatherTable
 
 REPLAYED = 8
-"""Units of the largest pass that is captured. Those of smaller ones are powers of two, so that few are captured."""
+"""The largest pass in units that is captured; the device works for longer on a larger one than its launches take."""
 
 
 class EncodingMemory(StreamMemory):
@@ -57,10 +57,7 @@ class EncodingMemory(StreamMemory):
         self._stacked_heads: tuple[list[Any], Tensor] = [], torch.empty(0)
 
     def units_that_fit(self, first: int, count: int) -> int:
-        fit = super().units_that_fit(first, 1 if self.policy.encode_by == "frame" else count)
-        if self.pass_replays.works and self._is_settled:
-            fit = 1 << min(fit, REPLAYED).bit_length() - 1
-        return fit
+        return super().units_that_fit(first, 1 if self.policy.encode_by == "frame" else count)
 
     def begin_pass(self, stream_pass: StreamPass) -> None:
         super().begin_pass(stream_pass)
@@ -85,18 +82,14 @@ class EncodingMemory(StreamMemory):
                 self._pass_slots.copy_(on_device([self._base, slots], self.device))
             if stream_pass.look is not None and self.index.by_look:
                 self.index.set_visual_query(stream_pass.look.mean(0))
-        if self.pass_replays.works and self._is_settled and stream_pass.count <= min(REPLAYED, self.window):
+        few = stream_pass.count <= min(REPLAYED, self.window) and self._ingested is None
+        if self.pass_replays.works and few and self._count - self._first == self.window:
             self.replays_pass = not self._encodes or self._searches
         if self.replays_pass:
             cos, sin = self._unit_angles(stream_pass)
             room = self.pass_replays.get_buffer("angles of units", (2, *cos.shape), cos.dtype)
             torch.stack((cos, sin), out=room)
             self.rope.kept["units"] = room[0], room[1]
-
-    @property
-    def _is_settled(self) -> bool:
-        """Whether the window is full, and no stored video is ingested: passes of as many units are then alike."""
-        return self._ingested is None and self._count - self._first == self.window
 
     @property
     def _searches(self) -> bool:

@@ -290,7 +290,7 @@ def test_a_replayed_question_sees_what_one_launched_by_one_sees(
     replays(both[1])
     for step in range(16):
         for driven in both:
-            driven.watch(3 if step else 14, 2)
+            driven.watch(3 if step else 14)
             driven.told = torch.stack([driven.ask(kind) for kind in (step % 5, 4, step % 5)])  # type: ignore[attr-defined]
         # A replay has places for pseudo tokens that are not there, and hides them.
         torch.testing.assert_close(both[0].told, both[1].told, atol=1e-9, rtol=0)  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from system_table import paired
 
 import mmaccel
 from mmaccel.core.errors import MmaccelError
+from mmaccel.core.memory import buffers
 from mmaccel_lab.world import World
 from tests.benches import ran
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
@@ -320,6 +321,7 @@ def test_a_crowd_is_served_or_late_or_refused(tmp_path: Path, monkeypatch: pytes
     """A step adds streams; frames are late where they come faster than they are taken in, and a busy server refuses."""
     some = ["--seconds", "1.2", "--settle", "0.4", "--every", "0.6", "--tokens", "4", "--before", "24"]
     some += ["--host-gib", "64"]  # of all sessions of the process
+    monkeypatch.setattr(buffers, "LEAST", 64)  # of a model so small tables would be most of it
     out = tmp_path / "rows.jsonl"
     _, one, two = ran("crowd", out, "--streams", "1", "2", "--fps", "2", *some)
     assert (one["streams"], two["streams"], two["refused"]) == (1, 2, 0)

@@ -206,6 +206,7 @@ def test_what_the_index_knew_of_them_is_given_back(kv: str, tmp_path: Path, monk
 
     def run(least: int) -> mmaccel.VideoSession:
         monkeypatch.setattr(_index, "LEAST", least)
+        monkeypatch.setattr(slabs, "ROWS", 0)
         session = open_session("random-ov", {**KEEPERS[kv], "keep_seconds": KEEP})
         session.watch(film(10), fps=FPS)
         session.pin(1.0, 2.0)

@@ -88,7 +88,7 @@ class Crowd:
 
     async def warm(self) -> None:
         """Have all that a server compiles and captures once, for frames and questions of several streams, before a step."""
-        for frames in 3 * (1, 2, 4, 8):
+        for frames in 3 * (1, 2, 3, 4):
             some = self.jpegs[:frames]
             calls = (self.streams.add_encoded_frames(one, some, None, self.args.fps) for one in self.open)
             await asyncio.gather(*calls)

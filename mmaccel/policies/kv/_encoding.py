@@ -24,8 +24,9 @@ from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.store.slabs import GatherTable
 
-REPLAYED = 8
-"""The largest pass in units that is captured; the device works for longer on a larger one than its launches take."""
+REPLAYED = 4
+"""The largest pass in units that is captured. Nothing comes in between: tokens of answers wait for all of it, and for a larger
+one the device works longer than the host launches."""
 
 
 class EncodingMemory(StreamMemory):

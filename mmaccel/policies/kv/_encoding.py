@@ -25,8 +25,8 @@ from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.store.slabs import GatherTable
 
 REPLAYED = 4
-"""The largest pass in units that is captured. Nothing comes in between: tokens of answers wait for all of it, and for a larger
-one the device works longer than the host launches."""
+"""The largest pass in units that is captured. Tokens of answers wait for all of it; on a larger one the device works longer
+than the host launches."""
 
 
 class EncodingMemory(StreamMemory):

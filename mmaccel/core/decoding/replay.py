@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -69,6 +70,10 @@ class GraphBuffers:
             with torch.inference_mode(False):
                 self._rooms[known] = torch.zeros(shape, dtype=dtype, device=self._device)
         return self._rooms[known]
+
+    def get_part(self, name: Hashable, shape: tuple[int, ...], most: int, dtype: torch.dtype) -> Tensor:
+        """Return the first elements of the buffer `name` of `most`, as `shape`: work of all sizes shares one."""
+        return self.get_buffer(name, (most,), dtype)[: math.prod(shape)].view(shape)
 
     def clear(self) -> None:
         """Drop all buffers, and the pool."""

@@ -6,8 +6,10 @@ Letters: L layers, H query heads, G key/value heads, D head size, P tokens a uni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -107,7 +109,8 @@ class EncodingMemory(StreamMemory):
         fetched = self.prefetcher.addresses() if self._first else None
         table = self.stream.positions.position_table_address(units)
         place = self.index.addresses(), table, fetched, self._table and self._table.capture_key
-        for replays in (self.replays, self.pass_replays):
+        # Passes are not of a snapshot, which reads copies.
+        for replays in (self.replays, *([self.pass_replays] if self._main is None else [])):
             replays.drop_if_moved(place)
 
     def _folded(self, query: Tensor, count: Tensor | None = None) -> Tensor:
@@ -152,13 +155,20 @@ class EncodingMemory(StreamMemory):
 
     @torch.no_grad()
     def replay_forward(self, embeds: Tensor, forward: Any, shared: GraphBuffers) -> Tensor:
-        layers, room = range(self.geometry.layers), shared.get_buffer
+        layers, (count, wide) = range(self.geometry.layers), embeds.shape
+        largest = min(REPLAYED, self.window) * self.stream.tokens_per_unit
         shared.wait_for_last_user()
-        rows = room("embeds", tuple(embeds.shape), embeds.dtype).copy_(embeds)
-        out = room("hidden", tuple(embeds.shape), embeds.dtype)
-        self._shown = shown = self._lay_out(len(rows), room)
-        made = room("made", (2, *shown[:, 0, :, : len(rows)].shape), shown.dtype)
-        found = room("found", (2, len(layers), self.encode_budget), torch.long)
+        try:
+            room = (count, wide), largest * wide, embeds.dtype
+            rows, out = (shared.get_part(name, *room) for name in ("embeds", "hidden"))
+            shown = self._lay_out(count, largest, shared)
+            size = 2, *shown[:, 0, :, :count].shape
+            made = shared.get_part("made", size, math.prod(size) // count * largest, shown.dtype)
+            found = shared.get_buffer("found", (2, len(layers), self.encode_budget), torch.long)
+        except torch.OutOfMemoryError:  # a pass that is launched has one layer's at a time
+            self.pass_replays.works = False
+            return forward(embeds)  # type: ignore[no-any-return]
+        rows.copy_(embeds)
         crossed = len(self.prefetcher.crossing)
 
         def work() -> tuple[Tensor, ...]:
@@ -173,8 +183,10 @@ class EncodingMemory(StreamMemory):
             return ()
 
         try:
-            at = shared, shown.data_ptr(), shown.shape
-            self.pass_replays((*self._pass_name(), rows.shape), work, at=at, shared=shared)
+            self._shown = shown
+            # All sizes: what is made by size at a run, the attention's plan above all, is there at a capture.
+            name = *self._pass_name(), count, self.window, self.stream.tokens_per_unit, shown.shape
+            self.pass_replays(name, work, at=(ref(shared), shown.data_ptr()), shared=shared)
         finally:
             self._shown, self._encoded = None, []
             del self.prefetcher.crossing[crossed:]
@@ -186,17 +198,16 @@ class EncodingMemory(StreamMemory):
         shared.stay_near_device()
         return out
 
-    def _lay_out(self, rows: int, room: Callable[..., Tensor]) -> Tensor:
-        """[L, 2, G, N, D]: keys after RoPE and values that a captured pass of `rows` new columns sees: the head, what is
-        retrieved, the window, the new ones. The head and the window are there; the pass writes the others."""
-        heads, (_, *window) = (
-            [self._head(layer) for layer in range(self.geometry.layers)],
-            self._stacked_windows(),
-        )
-        before, width = heads[0][0].shape[2], window[0].shape[2]
-        near = before + self._encodes * self.encode_budget * self.stream.tokens_per_unit
-        size = len(heads), 2, *heads[0][0].shape[1:2], near + width + rows, heads[0][0].shape[3]
-        shown = room("shown", size, self.stream.dtype)
+    def _lay_out(self, rows: int, largest: int, shared: GraphBuffers) -> Tensor:
+        """[L, 2, G, N, D]: keys after RoPE and values that a captured pass of `rows` new columns, of `largest`, sees: the
+        head, what is retrieved, the window, the new ones. The head and the window are there; the pass writes the others."""
+        heads = [self._head(layer) for layer in range(self.geometry.layers)]
+        _, *window = self._stacked_windows()
+        budget = self.encode_budget * self.stream.tokens_per_unit
+        _, groups, before, each = heads[0][0].shape
+        near, width = before + self._encodes * budget, window[0].shape[2]
+        size, sides = (len(heads), 2, groups, near + width + rows, each), len(heads) * 2 * groups * each
+        shown = shared.get_part("shown", size, sides * (before + budget + width + largest), self.stream.dtype)
         known = self._stacked_heads[0]
         if len(known) != len(heads) or any(a is not b for a, b in zip(known, self._heads, strict=True)):
             self._stacked_heads = [*self._heads], torch.stack([torch.cat(pair) for pair in heads])

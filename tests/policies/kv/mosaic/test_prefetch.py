@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -336,8 +337,24 @@ def test_captures_outlast_questions_and_new_slabs(
     for number in range(12):
         driven.watch(1)
         driven.ask(number % 3)
+    state.snapshot(state.stream, int).limit_to_units(2, 9)  # type: ignore[union-attr, arg-type]
     passes = [name for name in state.pass_replays._held if state.pass_replays.is_captured(name, ...)]
     assert len(slabs.slabs) > 20 and passes
+
+
+def test_passes_share_what_is_of_their_size(monkeypatch: Any, replays: Callable[[Driven], None]) -> None:
+    """All sizes a room, windows no capture: what is made for one would hold no values. Without room all is launched."""
+    each, made = [Driven(encode_frames=3, window=n) for n in (5, 4, 5, 5)], []
+    for driven in each:
+        replays(driven)
+        driven.shared, driven.state.pass_replays.works = each[0].shared, driven is not each[3]
+        for count in (14, 1, 1, 2, 2):
+            driven.watch(count, count)
+            made.append(Replayed.made)
+    assert made[::5] == [0, 2, 4, 6] and made[1::5] == [0, 2, 5, 6]
+    assert sum(name == "shown" for name, *_ in each[0].shared._rooms) == 2
+    monkeypatch.setattr(each[0].shared, "get_buffer", Mock(side_effect=torch.OutOfMemoryError))
+    assert all(map(torch.equal, *(driven.watch(3, 1) for driven in each[2:])))
 
 
 def test_a_pass_reads_the_values_of_the_head_that_is_there(replays: Callable[[Driven], None]) -> None:

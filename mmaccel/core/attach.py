@@ -55,8 +55,8 @@ class StreamModel(ABC):
     can_batch_answers: bool = False  # whether `run_batched_passes` runs answers
     batch_key: Hashable | None = None
     """What models have alike whose units `run_batched_passes` runs as one batch; None: it runs none."""
-    text_around_unit: tuple[int, int] = (0, 0)
-    """Tokens that `embed_units` puts before and behind the visual tokens of a unit."""
+    text_around_unit: tuple[int, int] = (0, 0)  # tokens that `embed_units` puts before and behind a unit's
+    pass_buffers: Callable[..., Any] = staticmethod(lambda *_: None)  # what replays a pass of units, if any
     warm_up_decoding: Callable[[StreamState, RunningStates | None], Any] = staticmethod(lambda *_: None)
     """Called before an answer's first token: does what its first decode step would else do once (capture CUDA graphs)."""
     pruned_per_unit: int | None = None

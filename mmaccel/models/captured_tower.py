@@ -39,7 +39,7 @@ class CapturedVisionTower:
         if self._watched is None or not self._watched.is_unchanged(roots):
             self._watched = ModuleFingerprint(roots)
             self._devices = {weight.device for one in roots for weight in one.parameters()}
-        heard = self._watched.has_replaced_forward() or self._watched.has_hooks()
+        heard = any(self._watched.own_forwards()) or self._watched.has_hooks()
         if heard or self._devices - {device} or torch.is_autocast_enabled(device.type):
             return None
         # Not in `roots`: weights of the model itself, such as the newline's.

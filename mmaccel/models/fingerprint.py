@@ -35,9 +35,13 @@ class ModuleFingerprint:
         """Whether any module of the snapshot has a forward hook that must run."""
         return has_foreign_hooks(self._all)
 
-    def has_replaced_forward(self) -> bool:
-        """Whether any module of the snapshot has a `forward` of its own in place of its class's."""
-        return any("forward" in vars(one) for one in self._all)
+    def own_forwards(self) -> list[Any]:
+        """The `forward` of each module of the snapshot that has one in place of its class's, else None."""
+        return [vars(one).get("forward") for one in self._all]
+
+    def has_foreign_modules(self) -> bool:
+        """Whether any module is of another library: an adapter, say, which may be switched off and leave no trace."""
+        return any(type(one).__module__.partition(".")[0] not in _KNOWN for one in self._all)
 
     def _look(self, roots: Sequence[nn.Module]) -> tuple[list[Any], list[int]]:
         """The roots, their children, classes and weights; and the identity of each, and where the weights lie."""
@@ -52,15 +56,16 @@ class BuffersOfModule:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._watched = module, ModuleFingerprint([module])
-        self._buffers = GraphBuffers(home_device(module))
+        self._buffers, self._forwards = GraphBuffers(home_device(module)), self._watched.own_forwards()
+        self._foreign = self._watched.has_foreign_modules()
 
     def find(self) -> GraphBuffers | None:
-        """Return the buffers, anew if the module has changed; None if it has hooks, or under autocast: nothing may be
-        captured then."""
-        if not self._watched.is_unchanged([self._module]):
+        """Return the buffers, anew if the module has changed; None if it has hooks or parts of another library, if it could
+        not be captured, or under autocast."""
+        if self._forwards != self._watched.own_forwards() or not self._watched.is_unchanged([self._module]):
             self.__init__(self._module)  # type: ignore[misc]
-        autocast = torch.is_autocast_enabled(home_device(self._module).type)
-        return None if autocast or self._watched.has_hooks() else self._buffers
+        never = self._foreign or self._buffers.unfit or self._watched.has_hooks()
+        return None if never or torch.is_autocast_enabled(home_device(self._module).type) else self._buffers
 
 
 def has_foreign_hooks(modules: Iterable[nn.Module]) -> bool:
@@ -78,6 +83,7 @@ def has_foreign_hooks(modules: Iterable[nn.Module]) -> bool:
 
 _TABLES: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_modules", "_parameters")
 _HOOKS: Callable[[Any], tuple[dict[Any, Any], ...]] = attrgetter("_forward_hooks", "_forward_pre_hooks")
+_KNOWN = "torch", "transformers", "mmaccel"
 _OTHERS = (
     "transformers.utils.output_capturing",
     *(f"mmaccel.models.{x}" for x in ("stream", "recurrent", "tree_paths")),

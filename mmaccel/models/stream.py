@@ -1,8 +1,7 @@
 """Streams on transformers: a Hugging Face model and its processor as a `VideoSession` uses them.
 
-A pass calls the text model directly. Meanwhile the attention modules hold a copy of their config that names our attention
-function, and in the pass's thread the rotary module returns the identity, so that keys reach the KV memory before RoPE.
-Norms and MLPs use fused kernels, also for other callers. Nothing stays installed on the model.
+A pass calls the text model. Meanwhile attention modules hold a copy of their config that names our function, and for its
+thread the rotary module returns the identity: keys reach the KV memory before RoPE. Norms and MLPs use fused kernels.
 """
 
 from __future__ import annotations
@@ -140,26 +139,29 @@ class StreamForwardPasses:
         input_hooks: Mapping[int, Callable[[Tensor], None]] | None = None,
         running: Any = None,
     ) -> Tensor:
-        # The last rows of a question are a prompt's last; no row of a unit is.
-        rest = 0 if few else self.attention.recipe.dense_tail
-        plain = not input_hooks and embeds.device.type in step.DEVICES
-        plain = plain and embeds.shape[1] == self.view.geometry.hidden
-        whole = plain and state.replays_pass and not (few or check or running)
-        told: dict[str, Any] = {"check": check or (None if few or whole else self._between), "meter": meter}
+        rest = 0 if few else self.attention.recipe.dense_tail  # no row of a unit is a prompt's last
+        shared = None if few or check or running or input_hooks else self.pass_buffers(state, embeds)
+        told: dict[str, Any] = {"check": check or (None if few or shared else self._between), "meter": meter}
         told |= {"state": state, "stream": True, "later": few}
         run = ForwardPass(self.attention, False, rest, branches, **told)
-        steps = self._few if plain and few and branches is None else None
+        captured = few and branches is None and not input_hooks and embeds.device.type in step.DEVICES
+        steps = self._few if captured and embeds.shape[1] == self.view.geometry.hidden else None
         slots = None if steps is None else state.new_kv_slots()
         if slots is None and "_few" in self.__dict__:
             self._few.invalidate_layer_check()
         if steps is not None and steps.can_run_fused(embeds, slots is not None):
             with self.hold_model():
                 return steps.run_step(run, embeds, hidden, slots, running)
-        if whole and (shared := step.shared_captured_steps(self).unit_buffers.find()):
+        if shared:
             with self.hold_model():
                 forward = partial(self._forward, run, hidden=hidden, hooks={})
                 return state.replay_forward(embeds, forward, shared)
         return self._forward(run, embeds, hidden, input_hooks or {}, few, running)
+
+    def pass_buffers(self, state: StreamState, embeds: Tensor) -> Any:
+        """What replays the pass of units `embeds` that has begun on `state`; None: it is launched."""
+        whole = embeds.device.type in step.DEVICES and embeds.shape[1] == self.view.geometry.hidden
+        return step.shared_captured_steps(self).unit_buffers.find() if whole and state.replays_pass else None
 
     def _forward(
         self, run: Any, embeds: Tensor, hidden: bool, hooks: Any, few: bool = False, running: Any = None
@@ -213,8 +215,7 @@ class StreamForwardPasses:
     def _hooked(
         self, state: StreamState, hidden: bool, input_hooks: Mapping[int, Callable[[Tensor], None]], few: bool
     ) -> Iterator[None]:
-        """The hooks of a pass: attention of ours without rotation; `state` hears what enters each layer where it is to, and
-        `input_hooks` the input of theirs. What another thread calls meanwhile computes what it does without us."""
+        """The hooks of a pass, for its thread: attention of ours without rotation; `state` and `input_hooks` hear layers."""
         thread = threading.get_ident()
 
         def unturned(module: nn.Module, args: Any, out: Any) -> Any:
@@ -239,7 +240,6 @@ class StreamForwardPasses:
         with Hooks() as hooks:
             hooks.add_hook(self.family.rotary_module(self.model), unturned)
             if self._attachment is None:  # else all of this is there
-                # Where a module's own code can be told so, it does not even multiply by one.
                 rebind_function(hooks, inside, self.family.rotate_function, left)
                 process_in_token_chunks(hooks, pointwise_modules(self.model, self.family), self.family)
                 facts = {PLAIN: shared, **self.family.attention_layer_indices(self.model)}

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -13,12 +13,16 @@ import pytest
 import torch
 
 import mmaccel
+from mmaccel.core.decoding import replay
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import ModelError
 from mmaccel.core.streams import joint, parts
+from mmaccel.models import step
 from mmaccel.models.packed import BatchedStreamPass
 from mmaccel.models.stream import HFStreamAdapter
-from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, told
+from mmaccel.policies.kv._archived import SharedArchive
+from tests.core.test_replay import Recorded
+from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, pair, told
 from tests.spies import beside, broken, crossed, finish, heard, until
 
 pytestmark = pytest.mark.in_turn("kv", 4)
@@ -247,3 +251,40 @@ def test_sessions_that_wrap_one_stock_processor_share_batches() -> None:
         for one in told
     )
     assert first == second != third
+
+
+class Unfit:
+    """What cannot be captured."""
+
+    def __init__(self, *_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("why", ["hook", "library", "unfit", ""])
+def test_what_is_not_replayed_is_a_batch(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is replayed runs by itself, behind passes that have begun: its end may let go of what these are to read."""
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    monkeypatch.setattr(replay, "_Replay", Unfit if why == "unfit" else Recorded)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    sessions, order = opened("random-ov", MEMORIES["rekv"]), list[Any]()
+    turns, layer = sessions[0]._stream_adapter.turns, pair("random-ov")[0].model.language_model.layers[0]
+    with layer.register_forward_hook(lambda *_: None) if why == "hook" else nullcontext():
+        if why == "library":
+            monkeypatch.setattr(layer.mlp, "__class__", type("Adapter", (type(layer.mlp),), {}))
+        for one in sessions[0 if why else 1 :]:
+            one._live.state.pass_replays.works = True  # type: ignore[union-attr]
+        for _ in range(3):
+            sessions[2].watch(film(2), fps=FPS)
+        tell: Any = lambda _, runs, *more, **how: order.append(len(runs))  # noqa: E731
+        heard(monkeypatch, HFStreamAdapter, "run_batched_passes", tell)
+        heard(monkeypatch, SharedArchive, "end_pass", lambda state: order.append(state))
+        with turns.hold():
+            joint._run(waits := [joint.WaitingUnits(x._live, film(2), [99.0, 99.5], 0.0) for x in sessions])
+    assert order == [SESSIONS if why else 1, *(one._live.state for one in sessions)]  # type: ignore[union-attr]
+    assert not any(one.error for one in waits)
+    if not why:  # a forward that is replaced is called, too
+        calls = heard(monkeypatch, layer.mlp, "forward", lambda *_: True)
+        sessions[2].watch(film(2), fps=FPS)
+        assert calls
+    sessions[0]._stream_adapter.each.close()  # type: ignore[attr-defined]

@@ -60,6 +60,7 @@ class GraphBuffers:
         self._stream: Any = None
         self._keeper: Any = None
         self._queued: Any = None
+        self.unfit = False  # whether the first work could not be captured: no other will be
         self.captured = set[Hashable]()
         """Names of work that was captured with these buffers: it can be captured again without being run before."""
 
@@ -200,6 +201,8 @@ class CudaGraphCache:
                     ways[at] = ()
                     return work()
                 held = "unfit"  # it waits for the device
+                if shared is not None and not shared.captured:
+                    shared.unfit = True
         ways[at] = held
         return work() if isinstance(held, str) else held()
 

@@ -178,7 +178,12 @@ def _run_batch(some: list[WaitingUnits]) -> None:
                 continue
             stream_pass.pause()
             one.live.state.begin_pass(stream_pass)
-            if one.live.state.replays_pass:  # one launch, which takes as long as its share of a batch
+            if one.live.adapter.pass_buffers(
+                one.live.state, rows
+            ):  # one launch: as long as its share of a batch
+                if passes:  # its end may take from those what they have begun with
+                    alone.append((one, own, begins))
+                    continue
                 one.live.adapter.run_layers(one.live.state, rows, lead.hidden)
                 stream_pass.pause()
                 one.live.state.end_pass()

@@ -285,8 +285,12 @@ def test_its_pairs_are_those_of_the_window(rows: int, keys: int, sinks: int, win
 def test_plans_are_kept_for_good_where_a_graph_reads_them() -> None:
     """Prompts and streams of ever other lengths do not fill the device."""
     capturing = dict.fromkeys(("is_initialized", "is_current_stream_capturing"), lambda: True)
+    for _ in range(2):  # what were made under a capture would hold no values yet
+        with mock.patch.multiple(torch.cuda, **capturing), pytest.raises(RuntimeError, match="before"):
+            window_plan(1, 5, 0, 1, 1, CPU)
+    held = weakref.ref(window_plan(1, 5, 0, 1, 1, CPU))
     with mock.patch.multiple(torch.cuda, **capturing):
-        held = weakref.ref(window_plan(1, 5, 0, 1, 1, CPU))
+        assert held() is window_plan(1, 5, 0, 1, 1, CPU)
     others = [weakref.ref(window_plan(1, 6 + n, 0, 1, 1, CPU)) for n in range(99)]
     assert held() is window_plan(1, 5, 0, 1, 1, CPU) and others[0]() is None
 

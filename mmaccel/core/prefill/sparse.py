@@ -300,13 +300,23 @@ def planning_benchmark(
 
 
 def _cached_for_graphs(make: Callable[..., AttentionPlan]) -> Callable[..., AttentionPlan]:
-    """`make`, which keeps the last plans, and for good those of which a CUDA graph is captured, as that reads them."""
-    last, captured = lru_cache(64)(make), dict[Any, AttentionPlan]()
+    """`make`, which keeps the last plans, and for good those of which a CUDA graph is captured, as that reads them. None is
+    made under a capture, which raises `RuntimeError`: it would hold no values, for whoever reads it before a replay."""
+    captured = dict[Any, AttentionPlan]()
+
+    def capturing() -> bool:
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+    @lru_cache(64)
+    def last(*sizes: Any) -> AttentionPlan:
+        if capturing():
+            raise RuntimeError("a plan is made before what reads it is captured")
+        return make(*sizes)
 
     @wraps(make)
     def call(*sizes: Any) -> AttentionPlan:
         plan = captured.get(sizes) or last(*sizes)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        if capturing():
             captured[sizes] = plan
         return plan
 

@@ -6,6 +6,7 @@ B batch, H query heads, P rows of a part, N keys of a span, M query blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from random import Random
 
@@ -169,6 +170,12 @@ def check_plan(
         f"{who}: max_blocks_total is {bound} blocks for {plan.n_query} rows over {plan.n_key} keys, and {most} are listed; "
         "give the most there can be.",
     )
+    for layouts in (None, (q_layout, k_layout)):
+        expected = pattern.expected_blocks(plan.n_query, plan.n_key, layouts)
+        raise_unless(
+            isinstance(expected, int | float) and 0 <= expected < math.inf,
+            f"{who}: expected_blocks is {expected!r} for {plan.n_query} rows over {plan.n_key} keys; give 0 or more.",
+        )
     return plan
 
 

@@ -20,7 +20,7 @@ from mmaccel.core.files import outside
 from mmaccel.core.memory.kv import KVPolicy, StreamPolicy
 from mmaccel.core.prefill.prune import ScorePruner, TokenPruner
 from mmaccel.core.prefill.sparse import SparsePattern
-from mmaccel.core.registry import BASES, DEFAULTS, check_registered, policy, registry
+from mmaccel.core.registry import BASES, DEFAULTS, check_registered, kind_of, policy, registry
 
 YAML_BYTES = 1 << 18
 """Most bytes of a recipe's file."""
@@ -92,14 +92,16 @@ class Recipe:
 
     @classmethod
     def load(cls, source: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any) -> Recipe:
-        """Create a recipe from a `Recipe`, the name of a preset or policy, a YAML path, a table of head patterns (.json) or
-        a mapping; `choices` replace fields. `version` in a mapping or a YAML file is checked, and is no field.
+        """Create a recipe from a `Recipe`, a policy or its name, the name of a preset, a YAML path, a table of head patterns
+        (.json) or a mapping; `choices` replace fields. `version` in a mapping or a YAML file is checked, and is no field.
 
         Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError`.
         """
         fields: dict[str, Any] = {}
         if isinstance(source, Mapping):
             fields = dict(source)
+        elif isinstance(source, tuple(BASES.values())):
+            fields = {kind_of(source): source}  # type: ignore[arg-type]
         elif source is not None and not isinstance(source, Recipe):
             fields = read_recipe_fields(source)
         version = fields.pop("version", VERSION)
@@ -159,9 +161,7 @@ def load_session_recipe(where: Path, saved: Mapping[str, Any], again: bool = Fal
     try:
         return Recipe.load({**saved, "kv": kv})
     except RecipeError as error:
-        raise ModelError(
-            f"{where} was saved with kv {quoted(kv, 120)}, and its recipe cannot be opened: {error}"
-        ) from error
+        raise ModelError(f"{where} was saved with a recipe that cannot be opened: {error}") from error
     finally:
         QUIET.reset(token)
         _heard.add(json.dumps(kv))

@@ -207,14 +207,15 @@ def with_base_dir(fields: Mapping[str, Any], folder: Path, name: str) -> Mapping
     return {**fields, name: str(folder / path)} if isinstance(path, str) and path else fields
 
 
-def _kind_of(made: Policy) -> str:
+def kind_of(made: Policy) -> str:
+    """Return the kind of a policy: the recipe's field that it is for."""
     return next(kind for kind, base in BASES.items() if isinstance(made, base))
 
 
 def check_registered(made: Policy) -> None:
     """Raise `RecipeError` for a policy whose class is not registered, so that it has no name."""
     if not hasattr(made, "name"):
-        kind = _kind_of(made)
+        kind = kind_of(made)
         raise RecipeError(
             f"{kind}: {type(made).__name__} has no name; write @register({kind!r}, NAME) above its @dataclass."
         )

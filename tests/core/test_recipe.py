@@ -34,6 +34,7 @@ def test_the_default_is_the_plain_model_and_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.chunk = 64  # type: ignore[misc]
     assert Recipe.load("a_shape", dense_tail=0).dense_tail == 0
+    assert Recipe.load(AShape(window=64)).sparse == AShape(window=64)
     assert Recipe.load(Recipe(chunk=128), sparse="a_shape") == Recipe(chunk=128, sparse=AShape())
     assert Recipe.load("a_shape", sparse={"name": "a_shape", "window": 64}).sparse == AShape(window=64)
 

@@ -108,7 +108,7 @@ def test_a_saved_memory_that_cannot_be_opened_is_told_with_its_folder(tmp_path: 
     ):
         facts["recipe"]["kv"] = kv
         path.write_text(json.dumps(session_io.add_checksum(facts)))
-        told = f"{re.escape(str(path.parent))} was saved with kv .*cannot be opened: .*{why}"
+        told = f"{re.escape(str(path.parent))} was saved with a recipe that cannot be opened: .*{why}"
         with begun() as session, unharmed(session, ModelError, told):
             session.load(path.parent)
         with pytest.raises(ModelError, match=told):

@@ -137,6 +137,8 @@ SPARSE = {
     "no whole blocks": (changed(lambda part: {"q_row": part.q_row[..., :-1]}), "in whole blocks of 64"),
     "no heads": (changed(lambda part: {"q_row": part.q_row[:, 0]}), "give [1 or "),
     "a low bound": (wrong(Sound, max_blocks_total=lambda *sizes: 1), "max_blocks_total is 1"),
+    "a negative number": (wrong(Sound, expected_blocks=lambda *sizes: -5), "expected_blocks is -5"),
+    "a mask": (wrong(Sound, plan=lambda self, query, *_: query > 0), "plan returns a Tensor"),
     "a bias of doubles": (with_span(bias=torch.zeros(1, 1, 64).double()), "in torch.float64; give [1 or "),
     "keys without values": (with_span(key=SHORT), "has keys or values of its own alone"),
     "own keys of another size": (

@@ -110,7 +110,14 @@ def test_a_memory_outlives_inference_mode_and_keeps_no_gradients(name: str) -> N
     assert state.length() == 611
 
 
-DEAR = ("an unsaid reading of queries", "two spans", "the future", "padding", "a low bound")
+DEAR = (
+    "an unsaid reading of queries",
+    "two spans",
+    "the future",
+    "padding",
+    "a low bound",
+    "a negative number",
+)
 """Faults that only `check_policy` finds."""
 
 

@@ -3,8 +3,7 @@
 A *row* is an index into the query or key tensor; a *position* is the coordinate that a span's range test compares. Query row
 i sees key row j of a span iff their blocks are listed, j is present, and ``lo <= q_pos[i] - k_pos[j] < hi``. With a key's
 position its rank in the span, and a query's position the number of the span's keys at or before it, minus one, ``lo >= 0``
-is causality, whatever the order (MMInference section 2.4 measures windows and slashes inside a modality; section 3 permutes
-rows and columns).
+is causality, whatever the order (MMInference, sections 2.4 and 3).
 
 Letters: B batch, H query heads, P rows of a part (whole blocks), N keys of a span (whole blocks), M query blocks. Leading
 dimensions b and h are B and H, or 1 where all sequences or heads share the order.
@@ -245,6 +244,8 @@ def check_plan_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, 
     """Raise `RecipeError`, which names the pattern `who`, if `plan` does not fit query [B, H, n, D] and key [B, G, N, D]. No
     device read. `whole`: no row is padding, so that each must be in a part."""
     B, H, n, _ = query.shape
+    if not isinstance(plan, AttentionPlan):
+        raise RecipeError(f"sparse {who!r}: plan returns a {type(plan).__name__}; return an AttentionPlan.")
     for name, size in (("batch", B), ("heads", H), ("n_query", n), ("n_key", key.shape[2])):
         if (planned := getattr(plan, name)) != size:
             raise RecipeError(

@@ -20,6 +20,7 @@ from mmaccel.media import address
 from mmaccel.media.sampling import EventLog
 
 FOREVER = float("inf")
+FOLLOWED = "only fragmented mp4, MPEG-TS and Matroska can be followed"
 PATIENCE_S = 30.0
 """The default of `timeout`: seconds that a URL or a pipe may be silent."""
 BACK = 1.0
@@ -317,7 +318,9 @@ class Source(AbstractContextManager["Source"]):
                 if self.live:
                     yield from self._flush()
                     if not address.is_read_timeout(error) or self._wait is None:
-                        raise VideoError(f"{self.name} broke off: {address.os_reason(error)}.") from error
+                        odd = isinstance(error, av.error.InvalidDataError) and os.path.isfile(self.name)
+                        why = f"{address.os_reason(error)}{f'; {FOLLOWED}' if odd else ''}"
+                        raise VideoError(f"{self.name} broke off: {why}.") from error
                     if not self._wait(self._timeout or 0.0):
                         return
                     self._container.close()

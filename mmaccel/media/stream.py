@@ -18,7 +18,7 @@ import torch
 
 from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.address import Pipe, has_no_writer, is_file, is_pipe, is_url, local_path, wait_for_data
-from mmaccel.media.container import Source
+from mmaccel.media.container import FOLLOWED, Source
 from mmaccel.media.reader import ReadingPlan, check_read_arguments, warn_of_lost_frames, warn_of_shrinking
 from mmaccel.media.sampling import TIE, EventLog, half_tick, log_sampling_gaps, pick_nearest, sampling_times
 from mmaccel.media.video import Event, FrameConverter, Gaps, Progress, Video, stack_frames
@@ -269,7 +269,7 @@ class _Reading:
                 return enter(Source(path, options=options))
             except VideoError:
                 why = str(error).rstrip(".")
-                message = f"{why}; only fragmented mp4, MPEG-TS and Matroska can be followed."
+                message = f"{why}; {FOLLOWED}."
                 raise VideoError(message) from error
 
 

@@ -121,10 +121,13 @@ def test_a_file_that_stops_growing_ends_after_the_timeout(film: Film) -> None:
     path = film(frames=20)
     parts = list(media.clips(path, fps=10, frames_per_clip=8, follow=True, timeout=0.1))
     assert numbers(torch.cat([part.frames for part in parts])) == list(range(20))
-    path = film("making.mp4")
+    path, large = film("making.mp4"), film("large.mp4", 80, height=256, width=512, options={"qp": "0"})
     path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(VideoError, match="; only fragmented mp4, MPEG-TS and Matroska can be followed\\."):
-        next(media.clips(path, fps=1, frames_per_clip=1, follow=True, timeout=0.1))
+    for one, why in ((path, "cut short"), (large, "broke off: invalid data")):
+        with pytest.raises(
+            VideoError, match=f"{why}.*; only fragmented mp4, MPEG-TS and Matroska can be followed"
+        ):
+            list(media.clips(one, fps=1, frames_per_clip=1, follow=True, timeout=0.1))
 
 
 @pytest.mark.parametrize("name", ["halt.ts", "halt.mkv", "halt.mp4"])

@@ -88,9 +88,9 @@ class VideoSession(FrameIntake):
         """Take in frames: [T, 3, H, W] uint8, images, a `media.Video`, an iterator of these, or a path. Returns how many.
 
         times  seconds of each frame, ascending; else the video's own, shifted to follow what was watched before, or one
-               every ``1 / fps``. `fps` is also the rate at which a path is read (0.5). If the model's positions are seconds,
-               as Qwen2.5-VL's are, they follow the times; if units get consecutive positions, or the first clip has neither
-               times nor a rate, they follow the first clip's rate.
+               every ``1 / fps`` (1). `fps` is also the rate at which a path is read (0.5). If the model's positions are
+               seconds, as Qwen2.5-VL's are, they follow the times; if units get consecutive positions, or the first clip
+               has neither times nor a rate, they follow the first clip's rate.
         `progress(done, total)` counts frames; `total` is None for a path. After an error the session keeps nothing of this
         call; of a path without `times` it keeps the clips before the error. A live source that sends nothing for 10 s raises
         `VideoStalled`; watch it again to wait longer. For spill "drop_oldest" see the class. `timeout`: seconds from the

@@ -6,6 +6,7 @@ flash-attn 2 and 3: when dense attention goes to them, with what, and what comes
 The real ones run on a CUDA device where they are installed.
 """
 
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -262,27 +263,23 @@ def older_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     yield found
 
 
-@pytest.mark.parametrize("window", [None, 1, 30])
-@pytest.mark.parametrize("start", [0, 50])
-def test_whole_tail_and_window(start: int, window: int | None, older_calls: Calls) -> None:
-    """Groups of heads, and queries at the end of the keys."""
+@pytest.mark.parametrize(
+    ("start", "window", "padding"), [*itertools.product([0, 50], [None, 1, 30], [0]), (0, None, 9)]
+)
+def test_whole_tail_window_and_padding(
+    start: int, window: int | None, padding: int, older_calls: Calls
+) -> None:
+    """Groups of heads, and queries at the end of the keys; each run of valid columns is a call of its own."""
     query, key, value = older_draw(40, start)
-    out = dense.dense_attend(query, key, value, 0.3, start=start, window=window)
-    assert [(call["rows"], call["keys"]) for call in older_calls] == [(40, start + 40)]
-    exact, allowed = budget(query, key, value, causal(40, start, window), 0.3)
-    assert float((out.double() - exact).abs().max()) <= allowed
-
-
-def test_padding_is_left_out(older_calls: Calls) -> None:
-    """Each run of valid columns is a call of its own."""
-    query, key, value = older_draw(40, 0)
-    valid = torch.ones(2, 40, dtype=torch.bool)
-    valid[1, :9] = False
-    out = dense.dense_attend(query, key, value, 0.3, valid=valid)
-    assert sorted((call["rows"], call["keys"]) for call in older_calls) == [(31, 31), (40, 40)]
-    mask = causal(40, 0, None) & valid[:, None, None] & valid[:, None, :, None]
+    valid = torch.ones(2, start + 40, dtype=torch.bool)
+    valid[1, :padding] = False
+    given = valid if padding else None
+    out = dense.dense_attend(query, key, value, 0.3, start=start, window=window, valid=given)
+    calls = [(40, start + 40), *[(40 - padding, 40 - padding)] * (padding > 0)]
+    assert sorted((call["rows"], call["keys"]) for call in older_calls) == sorted(calls)
+    mask = causal(40, start, window) & valid[:, None, None] & valid[:, None, start:, None]
     exact, allowed = budget(query, key, value, mask, 0.3)
-    assert float((out.double() - exact).abs().max()) <= allowed and not out[1, :, :9].any()
+    assert float((out.double() - exact).abs().max()) <= allowed and not out[1, :, :padding].any()
 
 
 @pytest.mark.parametrize(

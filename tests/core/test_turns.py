@@ -84,13 +84,17 @@ def test_who_holds_nothing_gives_no_way() -> None:
     assert turns._holder is None
 
 
-def test_one_pass_at_a_time_stands_still() -> None:
-    """The pass that stands still is gone on with before another one would stand still."""
+@pytest.mark.parametrize(("token", "order"), [(False, "inner outer third"), (True, "third inner outer")])
+def test_one_pass_stands_still_above_another(
+    token: bool, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What passes put on a model is taken back in order, before another pass would stand still; tokens come between."""
+    monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
     asked = Asked()
 
     def inner() -> None:
         with asked.turns.hold():
-            asked("third")
+            asked("third", token=token)
             asked.turns.yield_lock(inside=True)
             asked.order.append("inner")
 
@@ -99,7 +103,7 @@ def test_one_pass_at_a_time_stands_still() -> None:
         asked.turns.yield_lock(inside=True)
         asked.order.append("outer")
         asked.turns.yield_lock(inside=True)
-    assert asked.over() == ["inner", "outer", "third"]
+    assert asked.over() == order.split()
 
 
 def test_a_deadline_ends_the_wait_and_leaves_the_queue() -> None:
@@ -159,24 +163,6 @@ def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -
             asked.turns.yield_to_answers()
             asked.order.append("layer")
     assert asked.over() == ["token", "layer", "token", "layer", "layer", "other", "answered"]
-
-
-def test_a_pass_above_one_that_stands_still_lets_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What passes put on a model is taken back in order: the lower one waits for the end of the upper one."""
-    monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
-    asked = Asked()
-
-    def upper() -> None:
-        with asked.turns.hold():
-            asked("token", token=True)
-            asked.turns.yield_lock(inside=True)
-            asked.order.append("upper")
-
-    with asked.turns.hold():
-        asked(upper)
-        asked.turns.yield_lock(inside=True)
-        asked.order.append("lower")
-    assert asked.over() == ["token", "upper", "lower"]
 
 
 def test_a_token_does_not_wait_for_all_who_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,9 +318,8 @@ def test_dense_wherever_a_pattern_would_not_win(rivals: None, tmp_path: Path) ->
     assert [costs.dense.each, costs.planning.each, costs.sparse["rival"].each] == pytest.approx(
         [1e-6, 1e-3, 2e-6]
     )
-    assert costs.sparse["rival"].fixed == pytest.approx(1.0) and costs.dense.fixed == pytest.approx(
-        0, abs=1e-9
-    )
+    assert costs.sparse["rival"].fixed == pytest.approx(1.0)
+    assert costs.dense.fixed == pytest.approx(0, abs=1e-9)
     assert choice.beats_dense(listed=1e6, causal=4.1e6, tokens=1000)
     assert not choice.beats_dense(listed=1e6, causal=3.9e6, tokens=1000)
     assert not choice.beats_dense(listed=1e6, causal=4.1e6, tokens=2000)

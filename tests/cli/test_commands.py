@@ -48,9 +48,8 @@ def test_describe_shows_fields_and_presets(call: Call) -> None:
     assert "window (kv)" in out and "(recipe: what `--recipe std` is)" in call("describe", "std")[1]
     assert call("describe", "prompt-lookup")[1] == call("describe", "exact")[1], "a former name"
     status, out, _ = call("describe", "beside")
-    assert status == 0 and all(
-        f"beside (of draft {name})" in out for name in ("parallel", "sequential", "tree")
-    )
+    assert status == 0
+    assert all(f"beside (of draft {name})" in out for name in ("parallel", "sequential", "tree"))
     assert out.count("\n  model: ") == 3
     assert "the folder beside the target's with its name and ``-draft``" in out
     status, out, _ = call("describe", "averaging")

@@ -287,9 +287,8 @@ def test_a_damaged_journal_is_as_if_there_were_none(tmp_path: Path, name: str, c
         place.unlink()
         if name == "pipe":
             os.mkfifo(place)
-    assert (
-        find_resume_point(folder, reading) is None and "watched from its beginning" in capsys.readouterr().err
-    )
+    assert find_resume_point(folder, reading) is None
+    assert "watched from its beginning" in capsys.readouterr().err
 
 
 def test_an_error_that_nobody_foresaw_loses_nothing(

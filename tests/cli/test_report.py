@@ -145,9 +145,8 @@ def test_watch_shows_the_frames_an_answer_rests_on(call: Call, clip: str, ov: st
     moved = [when for when in seconds if when > 20]
     assert 0 < len(moved) < 10
     first = media.thumbnails(clip)(moved[0] - 20)
-    assert first is not None and torch.equal(
-        Page(made.read_text()).images[0], picture(base64.b64encode(first).decode())
-    )
+    assert first is not None
+    assert torch.equal(Page(made.read_text()).images[0], picture(base64.b64encode(first).decode()))
     call("report", run, "--out", made, "--video", tmp_path / "gone.mp4")
     assert Page(made.read_text()).images == [] and "(no picture)" in made.read_text()
 

@@ -176,9 +176,8 @@ def test_a_picture_is_written_whole_and_where_it_is_said(
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
     assert "no space is left" in call.error("draw", table, "--out", tmp_path / "map.svg")
-    assert (tmp_path / "map.svg").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [
-        "map.svg"
-    ]
+    assert (tmp_path / "map.svg").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["map.svg"]
 
 
 def test_two_searches_share_no_folder(call: Call, ov: str, clip: str, tmp_path: Path) -> None:

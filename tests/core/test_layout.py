@@ -55,10 +55,8 @@ def test_what_is_read_of_a_layout_is_known_of_its_copies_and_of_equal_ones() -> 
         return TokenLayout.build(torch.tensor([[TEXT, VIDEO, VIDEO]]), valid=torch.tensor([[0, 1, 1]]))
 
     one, other = made(), made()
-    assert (
-        one.host_value("n", lambda: 1) == one.to("cpu").host_value("n", lambda: 2) == 1
-        and other.host_value("n", lambda: 3) == 3
-    )
+    assert one.host_value("n", lambda: 1) == one.to("cpu").host_value("n", lambda: 2) == 1
+    assert other.host_value("n", lambda: 3) == 3
     other.share_host_values(one)
     assert other.host_value("n", lambda: 4) == 1
     assert one.has_padding and not one.select_tokens(slice(1, None)).has_padding

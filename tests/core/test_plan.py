@@ -194,10 +194,8 @@ def test_parts_that_share_rows_are_merged_exactly(dtype: torch.dtype, tolerance:
 
 
 def test_merging_with_nothing_changes_nothing() -> None:
-    out, lse = (
-        torch.randn(3, 5, generator=torch.Generator().manual_seed(2)),
-        torch.tensor([1.0, -2.0, -torch.inf]),
-    )
+    out = torch.randn(3, 5, generator=torch.Generator().manual_seed(2))
+    lse = torch.tensor([1.0, -2.0, -torch.inf])
     nothing, never = torch.zeros(3, 5), torch.full((3,), -torch.inf)
     out[2] = 0
     for first, second in (((out, lse), (nothing, never)), ((nothing, never), (out, lse))):

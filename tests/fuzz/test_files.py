@@ -279,10 +279,8 @@ STATEMENTS = (
 
 def template(chance: random.Random) -> Case:
     one = processor(chance.choice(("tiny-ov", "tiny-qwen")))
-    stock, text = (
-        one.chat_template,
-        "".join(chance.choice(STATEMENTS) for _ in range(chance.choice((1, 1, 2, 4, 8)))),
-    )
+    stock = one.chat_template
+    text = "".join(chance.choice(STATEMENTS) for _ in range(chance.choice((1, 1, 2, 4, 8))))
     if chance.random() < 0.3:
         at = chance.randrange(len(stock))
         text = stock[:at] + chance.choice((text, "", text)) + stock[at + chance.choice((0, 1, 9)) :]

@@ -278,9 +278,8 @@ def test_the_layout_is_a_prompt_s() -> None:
     assert torch.equal(prunes.candidate_columns(layout), torch.arange(head, base))
     assert layout.frame[0, head:base].tolist() == [n // unit for n in range(FRAMES * unit)]
     words = torch.arange(base + marks, base + rows)
-    assert torch.equal(prunes.observation_columns(layout), words) and torch.equal(
-        prunes.question_text_columns(layout), words
-    )
+    assert torch.equal(prunes.observation_columns(layout), words)
+    assert torch.equal(prunes.question_text_columns(layout), words)
 
 
 class ByStates(FastV):

@@ -267,9 +267,8 @@ def test_on_a_gpu_what_a_call_s_steps_take_more_comes_once(captures: bool) -> No
         cases[layers, units] = taken, cost
     found = rehearsal._surplus(cases, True, 0, captures)
     once, step = (0.016, 0.0) if captures else (0.0, 1e-3)
-    assert found.first[0] == pytest.approx((once, 0.0)) and rates.predict_plane_seconds(
-        found.step, 28, 600
-    ) == pytest.approx(step)
+    assert found.first[0] == pytest.approx((once, 0.0))
+    assert rates.predict_plane_seconds(found.step, 28, 600) == pytest.approx(step)
     assert rates.predict_plane_seconds(found.read, 28, 600) == pytest.approx(0.0, abs=1e-9)
 
 

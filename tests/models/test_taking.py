@@ -311,10 +311,8 @@ def test_a_device_without_memory_is_not_the_fault_of_the_input(tmp_path: Path, m
 
 @pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
 def test_a_session_and_the_helpers_take_stock_itself(shipped: Any, name: str) -> None:
-    model, own = (
-        mmaccel.load_model(shipped(name), torch.float32),
-        Processor.from_pretrained(stock.resolve_model_name(name)),
-    )
+    model = mmaccel.load_model(shipped(name), torch.float32)
+    own = Processor.from_pretrained(stock.resolve_model_name(name))
     theirs = T.AutoProcessor.from_pretrained(stock.resolve_model_name(name))
     content = asked_of_film(12)
     inputs = answer.prompt_inputs(theirs, content, model)

@@ -129,10 +129,8 @@ def test_a_processed_video_is_what_training_shows(name, random_folder):
     pytest.importorskip("torchvision", reason="Qwen3-VL's processor needs torchvision")
     spec, table = SPECS[name], world.World.generate(3, 5).table()
     dialect = Dialect(spec)
-    shown, question = (
-        world.render(table, pixels.NATIVE_HEIGHT, pixels.NATIVE_WIDTH),
-        "what colour was the star ?",
-    )
+    shown = world.render(table, pixels.NATIVE_HEIGHT, pixels.NATIVE_WIDTH)
+    question = "what colour was the star ?"
     inputs = mmaccel.load_processor(random_folder(name)).chat(question, videos=shown, fps=1.0)
     laid, *_ = dialect.lay(dialect.spans([("video", 0, 5)]), 1.0)
     assert inputs["input_ids"][0].tolist() == [*laid, *dialect.encode(question), *dialect.closing]

@@ -185,9 +185,8 @@ def test_costs_are_measured_when_asked(tmp_path: Path) -> None:
     model = BUILD["qwen"](layers=1)
     settings = SearchSettings(block=16, repeats=1, boundaries=("no_boundary", "q_boundary"))
     table = search(model, prompt("qwen", PIECES), tmp_path / "t.json", settings)
-    assert table["cost"] == "seconds" and all(
-        row["seconds"] > 0 and row["target_seconds"] > 0 for row in table["measured"]
-    )
+    assert table["cost"] == "seconds"
+    assert all(row["seconds"] > 0 and row["target_seconds"] > 0 for row in table["measured"])
     assert set(table["space"]) <= {"no_boundary", "q_boundary"} and recompute_table(table) == table
 
 
@@ -317,9 +316,8 @@ def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatc
 
 def test_pictures_sum_what_there_is() -> None:
     inside = planted(256)
-    assert measure.max_frame_tokens(inside.layout) == 16 and set(
-        picture.drawing_token_orders(inside.layout)
-    ) == {"as it stands", "by place in the frame"}
+    assert measure.max_frame_tokens(inside.layout) == 16
+    assert set(picture.drawing_token_orders(inside.layout)) == {"as it stands", "by place in the frame"}
     for order in picture.drawing_token_orders(inside.layout).values():
         assert sorted(order.tolist()) == list(range(256))
         cells = picture.pool_head_attention(inside, 0, order, 32)
@@ -364,19 +362,16 @@ def test_both_panels_hold_the_pairs_of_a_plan(name: str) -> None:
 
 
 def test_parts_of_a_boundary_are_rows_of_one_modality() -> None:
-    modality, found = (
-        picture.demo_prompt_layout().modality[0],
-        picture.part_number_matrix(picture.demo_pattern_plan("q_boundary")),
-    )
+    modality = picture.demo_prompt_layout().modality[0]
+    found = picture.part_number_matrix(picture.demo_pattern_plan("q_boundary"))
     for number in range(1, int(found.max()) + 1):
         assert len(modality[(found == number).any(1)].unique()) == 1
 
 
 def test_every_pattern_has_a_colour_of_its_own() -> None:
     names = (*DRAWN, "dense")
-    assert (
-        set(names) <= registry("sparse").keys() and len({picture.COLOURS[n] for n in (*names, "other")}) == 9
-    )
+    assert set(names) <= registry("sparse").keys()
+    assert len({picture.COLOURS[n] for n in (*names, "other")}) == 9
     drawn = picture.draw_head_pattern_map([[*names, "q_boundary(tri_shape)", "mine"]], "all")
     told = [text.get_text() for text in drawn.legends[0].get_texts()]
     assert sorted(told) == sorted([*names, "other", "Q: q_boundary"])

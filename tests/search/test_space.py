@@ -175,10 +175,8 @@ def test_a_type_that_is_always_dearer_is_left_out() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
-    places, modality = (
-        slots_of_boundary_type(kind, VIDEO_AND_TEXT),
-        {name: m for m, name in MODALITIES.items()},
-    )
+    places = slots_of_boundary_type(kind, VIDEO_AND_TEXT)
+    modality = {name: m for m, name in MODALITIES.items()}
     assert len(places) == {"no_boundary": 1, "boundary_2d": 4}.get(kind, 2)
     near = [dict(name="a_shape", sink=n, window=16, block=16) for n in range(len(places))]
     whole = build_pattern(recipe_from_slots(kind, {s.name: p for s, p in zip(places, near, strict=True)}, 16))

@@ -122,9 +122,8 @@ def test_a_store_of_one_s_own_is_the_one_that_a_memory_opens() -> None:
             return opened[-1]
 
     assert Driven(store={"name": "told", "spill": "disk"}).state.store is opened[0]
-    assert (
-        opened[0].spill == "disk" and type(policy("kv", {"name": "offload", "store": "told"}).store) is Told
-    )
+    assert opened[0].spill == "disk"
+    assert type(policy("kv", {"name": "offload", "store": "told"}).store) is Told
 
 
 @pytest.mark.parametrize(

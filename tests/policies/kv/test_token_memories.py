@@ -208,9 +208,8 @@ def test_every_query_of_the_pass_is_asked_of_probes_at_most() -> None:
 def test_clips_and_budgets_are_counted_in_frames() -> None:
     state = opened(LiveVLM(frames=5, recent=3), frames_per_unit=2)
     assert (state.clip, state.budget, state.recent) == (16, 3 * TOKENS, 2)  # type: ignore[attr-defined]
-    assert [state.units_that_fit(first, 99) for first in (0, 5, 16)] == [16, 11, 16] and state.units_that_fit(
-        3, 2
-    ) == 2
+    assert [state.units_that_fit(first, 99) for first in (0, 5, 16)] == [16, 11, 16]
+    assert state.units_that_fit(3, 2) == 2
 
 
 MERGING = StreamMem(frames=3)
@@ -260,10 +259,8 @@ def test_what_stays_after_merged_clips(frames: int, prototypes: bool) -> None:
         opened(StreamMem(frames=frames, prototypes=prototypes)), 3 * MERGED_CLIP + 3, MERGED_CLIP, proxy=True
     )
     for layer in range(LAYERS):
-        held, expected = (
-            state._held[layer],
-            merged_history(StreamMem(frames=frames, prototypes=prototypes), 27, layer),
-        )
+        held = state._held[layer]
+        expected = merged_history(StreamMem(frames=frames, prototypes=prototypes), 27, layer)
         assert held is not None and held.column.tolist() == [column for column, _, _ in expected]
         for side, found in ((1, held.key), (2, held.value)):
             torch.testing.assert_close(
@@ -289,10 +286,8 @@ def test_a_proxy_leaves_no_trace_of_its_own() -> None:
 
 @pytest.mark.parametrize(("axes", "limit"), [(1, 10**6), (1, 100), (3, 40)])
 def test_a_question_sees_all_that_is_held(axes: int, limit: int) -> None:
-    state, made = (
-        watched(opened(MERGING, axes=axes, limit=limit), 19, MERGED_CLIP, proxy=True),
-        position_ids(axes, limit),
-    )
+    state = watched(opened(MERGING, axes=axes, limit=limit), 19, MERGED_CLIP, proxy=True)
+    made = position_ids(axes, limit)
     views = run(state, StreamPass(kind="question", rows=4), lambda layer: words(layer, 4, 1))
     long = made.largest_position(19) >= limit
     assert long == (limit < 1000)

@@ -297,9 +297,8 @@ def test_visionzip_carries_what_rounding_takes() -> None:
     (stage,) = pruner.pruning_stages(8)
     kept = pruner.keep(random_pruner_inputs(layout, stage), layout, stage)
     each = [len(set(frame) & set(kept.tolist())) for frame in frames_of(layout)]
-    assert sum(each) == 16 == sum(
-        pruner.kept_tokens_per_frame(10, 16)
-    ) and each == pruner.kept_tokens_per_frame(10, 16)
+    assert sum(each) == 16 == sum(pruner.kept_tokens_per_frame(10, 16))
+    assert each == pruner.kept_tokens_per_frame(10, 16)
     assert set(each) == {1, 2} and prune.VisionZip(retention=0.1).kept_tokens_per_frame(10, 16) == [1] * 10
 
 

@@ -316,10 +316,8 @@ def test_patterns_of_the_layout_alone_are_planned_and_joined_once() -> None:
     scene = Scene((sequence([(TEXT, [9]), (VIDEO, [8] * 6), (TEXT, [5])]),), heads=2, groups=1, size=8)
     (query, key, value), layout = scene.tensors(), scene.layout()
     near = AShape(sink=4, window=16, block=16)
-    fixed, asked = (
-        QBoundary(text=near, video=near, block=16),
-        QBoundary(text=near, video=Grid(block=16), block=16),
-    )
+    fixed = QBoundary(text=near, video=near, block=16)
+    asked = QBoundary(text=near, video=Grid(block=16), block=16)
     first, again = (fixed.plan(t, key, layout, layout) for t in (query, 0 * query))
     assert first is not None and first is again and parts_to_launch(first) is parts_to_launch(again)
     assert len(parts_to_launch(first)) == 1

@@ -110,9 +110,8 @@ def test_what_is_known_to_stand_in_order_is_not_looked_for(n: int, monkeypatch: 
             assert torch.equal(a.expand_as(b), b)
         copied = int((found.home[0] < -1).sum()) + sum(int((home < -1).sum()) for home in found.home[1:])
         assert torch.equal(told.keys[:copied], found.keys[:copied])
-        assert len(found.keys) - len(told.keys) == B * G * (
-            n // BOX - (n > S)
-        )  # room for its last block at most
+        # Room for its last block at most.
+        assert len(found.keys) - len(told.keys) == B * G * (n // BOX - (n > S))
     if n < S:
         monkeypatch.setattr("mmaccel.backends.triton.prefill.hopper_launch.find_adjacent_rows_kernel", None)
         assert len(KeyLocations.find(key, value, [span(known, pos[..., :n], n)], HEADS, 1 << 30).keys) == 0

@@ -249,9 +249,8 @@ def test_auto_takes_the_cheapest(rivals: None, tmp_path: Path) -> None:
     choice = decided(tmp_path, Stopwatch(1, 16, 2, 20, 1, 15))
     assert choice.backend == "flex" and choice.costs is not None
     assert set(choice.costs.sparse) == {"rival", "flex"} and choice.costs.untried == {}
-    assert re.fullmatch(
-        r"flex \(measured: blocks by rival .* TFLOP/s, flex .* TFLOP/s; dense .* TFLOP/s\)", choice.describe()
-    )
+    told = r"flex \(measured: blocks by rival .* TFLOP/s, flex .* TFLOP/s; dense .* TFLOP/s\)"
+    assert re.fullmatch(told, choice.describe())
     assert decided(tmp_path / "other", Stopwatch(1, 16, 1, 15, 2, 20)).backend == "rival"
 
 

@@ -91,6 +91,5 @@ def test_a_camera_to_alerts(served: Served, film: Path) -> None:
 def test_a_stream_over_the_socket(served: Served, film: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = asyncio.run(example("stream_socket").talk(served.url, str(film), "Describe the video.", 20.0))
     assert answer["text"] in capsys.readouterr().out
-    assert (
-        max(one["frames"][1] for one in answer["evidence"]) <= 20
-    )  # what came after it was asked is not in it
+    # What came after it was asked is not in it.
+    assert max(one["frames"][1] for one in answer["evidence"]) <= 20

@@ -57,11 +57,8 @@ KV: dict[str, Any] = {
     "window": {"name": "window", "sinks": 4, "window": 160, "margin": 40},
 }
 KV["streammem"]["frames"] = 10  # passes over what fewer leave would be too short for a pattern
-KV["no_cache"] = {
-    "name": "no_cache",
-    "frames": 24,
-    "kept": 64,
-}  # the prompt of a few would be too short for a pattern
+# The prompt of a few would be too short for a pattern.
+KV["no_cache"] = {"name": "no_cache", "frames": 24, "kept": 64}
 MODELS = ("sequential", "parallel", "tree")
 """Drafts with a pruner of their own."""
 DRAFT = {name: functools.partial(one, in_batches="always") for name, one in DRAFTS.items()}

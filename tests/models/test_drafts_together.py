@@ -262,10 +262,8 @@ class Cold:
 def test_a_round_that_compiles_or_captures_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a window costs later is not what it costs the first time."""
     batch, one = Batch(), cast(Any, Stand(10))
-    one.may_adapt_draft_length, one.together = (
-        True,
-        Cold(12),
-    )  # two steps a round: the draft's and the target's
+    # Two steps a round: the draft's and the target's.
+    one.may_adapt_draft_length, one.together = True, Cold(12)
     counted = heard(monkeypatch, batch.load, "add_round", lambda *_: 1)
     batch.run([one])
     assert len(counted) == 4

@@ -56,9 +56,8 @@ def test_a_table_is_whole_and_says_what_it_is_about(found: Any) -> None:
             assert 0 < head["share"] < 1.1 and 0 < head["cost"] <= 1.05
             limit = 1.05 * table["measured"][0]["target_pairs"]
             causal = table["sample"]["tokens"] * (table["sample"]["tokens"] + 1) / 2
-            assert (
-                head["share"] * causal <= limit * 1.001
-            )  # what was reckoned slot by slot is what the plan lists
+            # What was reckoned slot by slot is what the plan lists.
+            assert head["share"] * causal <= limit * 1.001
             count = len(table["space"][head["kind"]])
             assert all(len(slot) == count for slot in head["scores"][head["kind"]].values())
     for kind_of, candidates in table["space"].items():

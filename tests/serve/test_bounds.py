@@ -69,9 +69,8 @@ def test_frames_that_wait_are_capped_in_bytes(served: Served, monkeypatch: pytes
     with running(Settings(limits=Limits(message_bytes=10_000))) as served, served.client() as client:
         monkeypatch.setattr(mmaccel.AsyncVideoSession, "watch", slow)
         with talking(served, opened(client)) as talk:
-            heavy = sources.decode_base64(jpegs()[0]) + bytes(
-                4000
-            )  # a frame that is taken in, and that `slow` holds up
+            # A frame that is taken in, and that `slow` holds up.
+            heavy = sources.decode_base64(jpegs()[0]) + bytes(4000)
             for _ in range(8):  # less than 32 frames, more than 10 kB
                 talk.send(heavy)
             assert heard(talk, "dropped")["frames"] == 1

@@ -283,9 +283,8 @@ def test_llava_tokens_lie_inside_videos_and_not_on_newlines():
     )
     flat = batch.ids.reshape(-1)
     assert (flat[batch.recall] == dialect.video).all() and (np.diff(batch.recall, axis=1) == 1).all()
-    assert (
-        flat[batch.recall.max(1) + 1] == dialect.video
-    ).all()  # a frame is followed by another, or by the newline
+    # A frame is followed by another, or by the newline.
+    assert (flat[batch.recall.max(1) + 1] == dialect.video).all()
 
 
 def test_the_past_is_what_came_before():

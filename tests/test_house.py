@@ -263,14 +263,8 @@ def test_the_readme_s_commands_exist() -> None:
 
 
 def test_the_readme_s_links_lead_somewhere() -> None:
-    for page in (
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *(ROOT / "docs").glob("*.md"),
-        ROOT / "bench" / "README.md",
-        ROOT / "lab" / "README.md",
-        ROOT / "lab" / "LOG.md",
-    ):
+    pages = ("README.md", "CONTRIBUTING.md", "bench/README.md", "lab/README.md", "lab/LOG.md")
+    for page in (*(ROOT / name for name in pages), *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"
 

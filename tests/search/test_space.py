@@ -27,6 +27,7 @@ from mmaccel.search.space import (
 
 FULL = BudgetScale(LONG, 196, 64)
 VIDEO_AND_TEXT = (0, 2)
+TWO = ("no_boundary", "q_boundary")
 
 
 def told(pattern: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -200,9 +201,7 @@ def head_of(scores: Mapping[str, Any], shares: Mapping[str, Any], **more: Any) -
 
 
 def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
-    space = find_candidates_at_target_cost(
-        FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05
-    )
+    space = find_candidates_at_target_cost(FULL, TWO, VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
     count = len(space["no_boundary"])
     scores = [0.5] * count
     one, half = [1.0] * count, [0.5] * count
@@ -226,9 +225,7 @@ def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
 
 def test_slots_give_way_where_a_head_would_cost_too_much() -> None:
     """Candidates that are level in all slots together are not when each slot takes the one that is dear there."""
-    space = find_candidates_at_target_cost(
-        FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05
-    )
+    space = find_candidates_at_target_cost(FULL, TWO, VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
     count = len(space["q_boundary"])
     scores = {"text": [0.1, 0.2, *[0.9] * (count - 2)], "video": [0.4, 0.3, 0.31, *[0.9] * (count - 3)]}
     # The first lists most for texts, the second for videos, the third less there than the second.

@@ -2,12 +2,9 @@
 
 import pytest
 
-from mmaccel.core.memory import buffers
-from mmaccel.policies.kv.store import slabs
-
 
 @pytest.fixture
 def small_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables begin small, and are moved as a short stream grows."""
-    monkeypatch.setattr(buffers, "LEAST", 64)
-    monkeypatch.setattr(slabs, "ROWS", 0)
+    monkeypatch.setattr("mmaccel.core.memory.buffers.LEAST", 64)
+    monkeypatch.setattr("mmaccel.policies.kv.store.slabs.ROWS", 0)

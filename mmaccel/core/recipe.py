@@ -100,6 +100,10 @@ class Recipe:
         fields: dict[str, Any] = {}
         if isinstance(source, Mapping):
             fields = dict(source)
+        elif isinstance(source, type):
+            raise RecipeError(
+                f"recipe: {source.__name__} is a class; give a policy made of it, {source.__name__}()."
+            )
         elif isinstance(source, tuple(BASES.values())):
             fields = {kind_of(source): source}  # type: ignore[arg-type]
         elif source is not None and not isinstance(source, Recipe):

@@ -312,7 +312,7 @@ FILES = {
 @pytest.mark.parametrize("text", FILES)
 def test_files_that_are_no_recipe(tmp_path: Path, text: str) -> None:
     file = tmp_path / "mine.yml"
-    assert "there is no file" in sentence(file)
+    assert "there is no file" in sentence(file) and "made of it, AShape()" in sentence(AShape)
     file.write_text(text)
     assert FILES[text] in sentence(file)
 

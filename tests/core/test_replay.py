@@ -107,7 +107,7 @@ def test_what_is_replayed_on_two_streams_is_captured_on_two(monkeypatch: pytest.
 
 
 def test_what_cannot_be_captured_is_run_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is not tried again, until what it reads has been moved."""
+    """It is tried once more, for a kernel may have had to be loaded, and again when what it reads has been moved."""
     tried = []
 
     def refuses(*_: Any) -> Any:
@@ -120,11 +120,11 @@ def test_what_cannot_be_captured_is_run_as_it_is_written(monkeypatch: pytest.Mon
     for count in range(1, 5):
         (two,) = replays("twice", lambda n=count: (2 * one * n,))
         assert torch.equal(two, 2.0 * one * count)
-    assert len(tried) == 1
-    replays.drop_if_moved("elsewhere")
-    for _ in range(3):
-        replays("twice", lambda: (2 * one,))
     assert len(tried) == 2
+    replays.drop_if_moved("elsewhere")
+    for _ in range(4):
+        replays("twice", lambda: (2 * one,))
+    assert len(tried) == 4
 
 
 class Repeated:
@@ -269,7 +269,7 @@ def test_a_failed_capture_is_over_and_leaves_nothing_behind(monkeypatch, side: N
     for lasting in (True, False):
         for _ in range(3):
             assert torch.equal(replays(lasting, work, lasting=lasting)[0], torch.ones(1))
-    assert len(made) == 2 and not any(graph.capturing for graph in made)
+    assert len(made) == 4 and not any(graph.capturing for graph in made)
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:

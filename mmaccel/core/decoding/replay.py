@@ -130,7 +130,7 @@ class CudaGraphCache:
         # By name and place: a capture; where results of work that has run once will go (nowhere: empty); or that it cannot
         # be captured.
         self._held: dict[Hashable, dict[Hashable, _Replay | tuple[Tensor, ...] | Literal["unfit"]]] = {}
-        self._buffers = GraphBuffers(device)
+        self._buffers, self._failed = GraphBuffers(device), set[Hashable]()  # what could not be captured once
         self._mark: Hashable = None
 
     def drop_if_moved(self, mark: Hashable) -> None:
@@ -140,6 +140,7 @@ class CudaGraphCache:
         self._buffers.wait_for_last_user()
         if mark != self._mark:
             self._held.clear()
+            self._failed.clear()
             self._buffers.clear()
             self._mark = mark
 
@@ -174,7 +175,7 @@ class CudaGraphCache:
             return work()
         # The last one used is the last of all.
         ways = self._held[name] = self._held.pop(name, {})
-        before = held = ways.pop(at, None)
+        held = ways.pop(at, None)
         self.warm = held is not None and not isinstance(held, tuple)
         if held is None:
             if len(ways) == KEPT:
@@ -196,13 +197,18 @@ class CudaGraphCache:
             except torch.OutOfMemoryError:
                 ways[at] = held  # the next call captures it, if there is room by then
                 return work()
-            except RuntimeError:
-                if before is None:  # a kernel may have had to be loaded
-                    ways[at] = ()
+            except RuntimeError as error:
+                if (name, at) not in self._failed:  # a kernel may have had to be loaded
+                    self._failed.add((name, at))
+                    ways[at] = held
                     return work()
                 held = "unfit"  # it waits for the device
                 if shared is not None and not shared.captured:
                     shared.unfit = True
+                    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                    warn(
+                        f"passes of this model cannot be captured as CUDA graphs, and run slower ({reason})."
+                    )
         ways[at] = held
         return work() if isinstance(held, str) else held()
 

@@ -83,9 +83,8 @@ class ClusterIndex(Index):
             retrieved = None if retrieved is None else torch.from_numpy(self._at.rows_of(retrieved.numpy()))
             if retrieved is not None and self.tree.has_clusters:
                 owners = self.tree.semantic.owner.gather(1, retrieved)
-                deferred = self.tree.semantic.lazy.gather(1, owners.clamp_min(0)) != 0
-                for layer in deferred.any(1).nonzero()[:, 0].tolist():
-                    self.tree.split_deferred(layer, owners[layer].unique())  # type: ignore[no-untyped-call]
+                at = (owners >= 0).nonzero(as_tuple=True)
+                self.tree.split_deferred(at[0], owners[at])  # type: ignore[no-untyped-call]
             self.tree.assign_units(self._window, retrieved)
         if self.tree.units - self._units > BEHIND * bool(keep):
             self.refresh()
@@ -102,8 +101,8 @@ class ClusterIndex(Index):
     @torch.no_grad()
     def record_retrieved(self, found: dict[int, SearchResult]) -> None:
         picked = torch.stack([one.picked for one in found.values()]).cpu()
-        for layer, one in zip(found, picked, strict=True):
-            self.tree.split_deferred(layer, one.nonzero()[:, 0])
+        row, cluster = picked.nonzero(as_tuple=True)
+        self.tree.split_deferred(torch.tensor([*found])[row], cluster)  # type: ignore[no-untyped-call]
         self.refresh()
 
     def refresh(self) -> None:

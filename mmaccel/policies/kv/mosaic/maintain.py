@@ -376,23 +376,27 @@ class ClusterHierarchy:
             level.set_field("lazy", at[0], home, 0)
 
     @single_cpu_thread()
-    def split_deferred(self, layer: int, clusters: Tensor) -> None:
-        """Split those semantic `clusters` [b] of `layer` whose split was deferred; they were retrieved to the device."""
+    def split_deferred(self, layer: Tensor, cluster: Tensor) -> None:
+        """Split those of the semantic clusters (layer [b], cluster [b]) whose split was deferred; they were retrieved to the
+        device. The units that wait for it are in it first."""
         level = self.semantic
-        for home in clusters[level.lazy[layer, clusters]].tolist():
-            at = torch.tensor([layer]), torch.tensor([home])
-            for one in [mini for mini in self.buffer[layer] if int(level.home[layer, mini]) == home]:
-                other = at[0], torch.tensor([one])
-                both = torch.cat([level.members_of(*at), level.members_of(*other)], 1)
+        lazy = level.lazy[layer, cluster]
+        layer, cluster = torch.stack([layer[lazy], cluster[lazy]]).unique(dim=1)
+        for at, home in zip(layer.tolist(), cluster.tolist(), strict=True):
+            whole, buffer = (torch.tensor([at]), torch.tensor([home])), np.array(self.buffer[at], dtype=int)
+            for one in buffer[level.home.numpy()[at, buffer] == home].tolist():
+                part = whole[0], torch.tensor([one])
+                members = torch.cat([level.members_of(*whole), level.members_of(*part)], 1)
                 rows = level.centroid, level.variance, level.size
-                joined = union(*(row[pair] for pair in (at, other) for row in rows))
-                size = level.size[at] + level.size[other]
-                level.free_id(layer, one)
-                level.write_clusters(*at, both, *joined, size)
-                self.buffer[layer].remove(one)
-            level.set_field("lazy", *at, 0)
-            self.counters["deferred_splits"] += self._refine(*at)
-            self.counters["resolved"] += 1
+                joined = union(*(row[pair] for pair in (whole, part) for row in rows))
+                size = level.size[whole] + level.size[part]
+                level.free_id(at, one)
+                level.write_clusters(*whole, members, *joined, size)
+                self.buffer[at].remove(one)
+        if len(layer):
+            level.set_field("lazy", layer, cluster, 0)
+            self.counters["deferred_splits"] += self._refine(layer, cluster)
+            self.counters["resolved"] += len(layer)
 
     def _refine(self, layer: Tensor, cluster: Tensor) -> int:
         points, bounds = self.means.key_points, self.bounds[1]

@@ -48,8 +48,7 @@ def test_a_stream_splits_defers_and_flushes(stream: Planted) -> None:
     tree = tree_of(buffer=64)
     feed(tree, stream, 5)
     assert any(tree.buffer)
-    for layer in range(tree.layers):
-        tree.split_deferred(layer, (tree.semantic.size[layer] > 0).nonzero()[:, 0])
+    tree.split_deferred(*(tree.semantic.size > 0).nonzero(as_tuple=True))
     audit(tree)
     assert not any(tree.buffer) and not bool(tree.semantic.lazy.any())
     assert tree.counters["deferred_splits"] > 0 and tree.counters["resolved"] > 0
@@ -176,7 +175,7 @@ def test_inserting_and_splitting_take_one_thread(three_threads: object, monkeypa
     feed(tree, plant(runs(40)), 5)
     assert {*placed, *refined} == {1} and torch.get_num_threads() == 3
     refined.clear()
-    tree.split_deferred(0, (tree.semantic.size[0] > 0).nonzero()[:, 0])
+    tree.split_deferred(*(tree.semantic.size > 0).nonzero(as_tuple=True))
     assert {*refined} == {1} and torch.get_num_threads() == 3
 
 
@@ -204,7 +203,7 @@ class Machine(RuleBasedStateMachine):
         clusters = found.picked.nonzero()[:, 0]
         lazy = self.tree.semantic.lazy[layer, clusters].sum()
         before = self.tree.counters["resolved"]
-        self.tree.split_deferred(layer, clusters)
+        self.tree.split_deferred(torch.full_like(clusters, layer), clusters)
         assert self.tree.counters["resolved"] == before + int(lazy)
 
     @rule()

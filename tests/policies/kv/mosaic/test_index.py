@@ -282,8 +282,8 @@ def test_it_is_what_counting_anew_finds(seed: int) -> None:
         mark = tree.checkpoint()
         come(draw.randint(1, 9))
         if tree.has_clusters and draw.random() < 0.5:
-            layer = draw.randrange(tree.layers)
-            tree.split_deferred(layer, (tree.semantic.size[layer] > 0).nonzero()[:, 0])
+            ids = (tree.semantic.size[layer := draw.randrange(tree.layers)] > 0).nonzero()[:, 0]
+            tree.split_deferred(torch.full_like(ids, layer), ids)
         index.refresh()
         have = tree.units
         index.forget(draw.sample(range(have), draw.randint(0, 3)))

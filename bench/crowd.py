@@ -107,7 +107,7 @@ class Crowd:
         """One frame every 1 / fps seconds from `due` on, waiting ones in one call; at the end they are late."""
         step, now = 1 / self.args.fps, 0.0
         while due < end and now < end + LATE_S:
-            await asyncio.sleep(due - time.perf_counter())
+            await asyncio.sleep(due + (self.args.message - 1) * step - time.perf_counter())
             count = min(CLIP, 1 + int((time.perf_counter() - due) / step))
             some = [self.jpegs[(stream.session.frames + i) % len(self.jpegs)] for i in range(count)]
             await self.streams.add_encoded_frames(stream, some, None, self.args.fps)
@@ -204,7 +204,7 @@ async def run(args: argparse.Namespace, log: Log) -> None:
     most = max(args.streams)
     limits = Limits(sessions=most, own_sessions=most, calls=4 * most, memory_bytes=1 << 50, busy=args.busy)
     engine = Engine("crowd", model, processor, {"mosaic": Recipe.load(None, kv=kv)}, Settings(limits=limits))
-    streams = Streams(engine)
+    streams, rates = Streams(engine), [*args.fps, *args.fps[-1:] * most]
     film = render(World.generate(3, 32).table(), *((84, 140) if small else (SIDE, SIDE)))
     crowd, plain = Crowd(streams, film, args), Meter.count_tokens
 
@@ -216,7 +216,7 @@ async def run(args: argparse.Namespace, log: Log) -> None:
     Meter.count_tokens = token  # type: ignore[assignment, method-assign]
     try:
         async with streams:
-            for count in args.streams:
+            for count, args.fps in zip(args.streams, rates, strict=False):
                 row = await crowd.step(count)
                 log.row(case="crowd", tokens=args.tokens, every_s=args.every, seconds=args.seconds, **row)
                 print(told(row), flush=True)
@@ -232,7 +232,10 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--device", default="cpu", help="on the CPU the model is tiny-ov")
     parser.add_argument("--streams", type=int, nargs="+", default=[2, 4, 8], help="ascending; a row for each")
-    parser.add_argument("--fps", type=float, default=1.0)
+    parser.add_argument(
+        "--fps", type=float, nargs="+", default=[1.0], help="of each step; the last for others"
+    )
+    parser.add_argument("--message", type=int, default=1, help="frames that a client sends together")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--settle", type=float, default=5.0)
     parser.add_argument("--before", type=int, default=96, help="frames that a stream has when it begins")

@@ -29,8 +29,8 @@ PIECES, FILE_BYTES = 2**14, 256 * 2**20
 """Slabs of a whole host at most, and the size of files: a system maps 65,530 pieces for a process."""
 LEAST = 64
 """Slots of a slab at least, where files are made of them."""
-ROWS = 512
-"""Units at least that a `SlotTable` has rows for: each time it gets more, captured graphs are lost."""
+ROWS, ADDRESSES = 512, 1024
+"""Units at least that a `SlotTable` has rows for, and slabs that a `GatherTable` has room for: more cost captured graphs."""
 SPARE = 1 / 16
 """The share of the host's memory that is left to everything else."""
 SHARES = 64
@@ -349,7 +349,7 @@ class GatherTable:
         per = held.per if slabs else max((len(one) for one in self.places), default=0)
         slabs += [one[i : i + per] for one in self.places for i in range(0, len(one), per)]
         apart = [one.data_ptr() - slabs[0].data_ptr() for one in slabs]
-        room = max(64, 1 << len(slabs).bit_length())
+        room = max(ADDRESSES, 1 << len(slabs).bit_length())
         base = self.base if self.base and len(self.base[0]) >= room else []
         compute = lanes.compute_queue  # by the wire's side the current stream is the wire's
         lanes.wire.wait(compute.record_mark())

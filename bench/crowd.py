@@ -148,11 +148,8 @@ class Crowd:
         row |= {"frames_per_s": frames / took, "frames_a_call": frames / max(1, len(seen["call"]))}
         row["host_ms"] = 1e3 * spent / max(1, frames)
         row["late"] = sum(one > LATE_S for one in seen["askable"]) / max(1, len(seen["askable"]))
-        for name, shares in {
-            "askable": (0.5, 0.95, 1),
-            "first": (0.5, 0.95, 1),
-            "gap": (0.5, 0.99, 1),
-        }.items():
+        wanted = dict(askable=(0.5, 0.95, 1), first=(0.5, 0.95, 1), gap=(0.5, 0.99, 1))
+        for name, shares in wanted.items():
             row |= {f"{name} p{100 * one:g}": 1e3 * quantile(seen[name], one) for one in shares}
         row["ok"] = not row["late"] and row["first p95"] <= FIRST_MS and row["gap p99"] <= GAP_MS
         held = [await one.kept.read_counters() for one in self.open]
@@ -216,7 +213,8 @@ async def run(args: argparse.Namespace, log: Log) -> None:
     Meter.count_tokens = token  # type: ignore[assignment, method-assign]
     try:
         async with streams:
-            for count, args.fps in zip(args.streams, rates, strict=False):
+            for count, rate in zip(args.streams, rates, strict=False):
+                args.fps = rate
                 row = await crowd.step(count)
                 log.row(case="crowd", tokens=args.tokens, every_s=args.every, seconds=args.seconds, **row)
                 print(told(row), flush=True)

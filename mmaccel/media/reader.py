@@ -213,9 +213,8 @@ def _by_number(
     missing, slack = "", 0 if source.count else 1
     if times is not None:
         there = due = len(times)
-        whole = source.is_full_duration(
-            source.end or 0.0
-        )  # a header counts frames that an edit list hides, too
+        # A header counts frames that an edit list hides, too.
+        whole = source.is_full_duration(source.end or 0.0)
         if source.count and not whole:
             due = source.count
         elif source.duration is not None and times and not whole:

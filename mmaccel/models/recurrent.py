@@ -112,9 +112,8 @@ class RecurrentCacheLayer(LinearAttentionLayer):
         """Restore the last copy of the recurrent state, after a decode step that began at `length` tokens has failed."""
         self.length = length
         if self.slots is not None and length == self._entered:
-            self.slots = (
-                None  # the layer's own state has not changed since; what is in the slot may not be whole
-            )
+            # The layer's own state has not changed since; what is in the slot may not be whole.
+            self.slots = None
         elif self.slots is not None:
             self._base, kept = self._copies[-1]  # made before the step ran
             self._room()[1].copy_(kept)

@@ -294,9 +294,8 @@ class VisionAttentionProbe:
         hooks.add_pre_hook(self.tower.attention, self._catch)
 
     def _encode(self, kind: int, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if (
-            getattr(self.local, "caught", None) is not None
-        ):  # Qwen3-VL encodes a video by its method of images
+        # Qwen3-VL encodes a video by its method of images.
+        if getattr(self.local, "caught", None) is not None:
             return encode(*args, **kwargs)
         self.local.caught = []
         try:

@@ -144,9 +144,8 @@ class Admission:
                 f"{limits.memory_bytes} for all; ask for fewer seconds, or come later.",
                 "no_room",
             )
-        held, more = (
-            sum(self.predicted_bytes(one, True) for one in some) for some in (self._promises, [new])
-        )
+        of = partial(self.predicted_bytes, device=True)
+        held, more = (sum(map(of, some)) for some in (self._promises, [new]))
         if fps is not None and held + more > (most := self._device_bytes - self._kept()) and more:
             raise Refused(
                 503,

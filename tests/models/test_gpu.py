@@ -38,9 +38,8 @@ def on_gpu(
 
 def test_a_frame_goes_through_the_tower_by_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """As close to float64 as the modules are, whoever had the frame before; captured once."""
-    captures = heard(
-        monkeypatch, replay, "capture_graph", lambda work, *_: type(work) is not partial
-    )  # no keeper
+    # A pool's keeper is no work.
+    captures = heard(monkeypatch, replay, "capture_graph", lambda work, *_: not isinstance(work, partial))
     model, session = on_gpu("random-ov", torch.bfloat16, KV["full"])
     exact, processor = copy.deepcopy(model).double(), pair("random-ov")[1]
     with session, mmaccel.VideoSession(model, processor, None, kv=KV["rekv"]) as other:

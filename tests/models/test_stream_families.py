@@ -85,9 +85,8 @@ def test_it_forgets_goes_on_and_comes_back_from_a_folder(kind: str, kv: str, tmp
                 other.watch(frames[-7:], fps=FPS)
             own = logits(one, QUESTION)
             assert torch.allclose(logits(two, QUESTION), own, atol=1e-5)
-            if (
-                kv != "mosaic"
-            ):  # whose passes retrieve, so that what is stored depends on how the stream is cut
+            # Passes of mosaic retrieve, so that what is stored depends on how the stream is cut.
+            if kv != "mosaic":
                 assert torch.allclose(logits(quiet, QUESTION), own, atol=1e-5)
             assert two.ask(QUESTION, 4).text == one.ask(QUESTION, 4).text
         if kv not in ("full", "offload"):

@@ -178,9 +178,8 @@ def _run_batch(some: list[WaitingUnits]) -> None:
                 continue
             stream_pass.pause()
             one.live.state.begin_pass(stream_pass)
-            if one.live.adapter.pass_buffers(
-                one.live.state, rows
-            ):  # one launch: as long as its share of a batch
+            # One launch: as long as its share of a batch.
+            if one.live.adapter.pass_buffers(one.live.state, rows):
                 if passes:  # its end may take from those what they have begun with
                     alone.append((one, own, begins))
                     continue

@@ -253,10 +253,8 @@ def serve_decoder(
     def read(number: int, columns: Tensor | None) -> None:
         inputs, warp, compact, seed, stream = waiting.pop(number)
         lasts, after = inputs.pop(TURN, (0, 0))
-        with (
-            send_heartbeats(wire),
-            suppress(CallEnded),
-        ):  # of the stream: then nobody asks this sequence any more
+        # Where a call of the stream has ended, nobody asks this sequence any more.
+        with send_heartbeats(wire), suppress(CallEnded):
             writer = writers.pop(after) if after in writers else fresh()
             writer.talk.runner.lasting = bool(lasts)
             writer.read_prompt(inputs, columns, compact, _unpacked(wire, warp, device), seed, stream)

@@ -250,9 +250,8 @@ class SharedArchive(ArchivedMemory):
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState | None:
         self._part()
         if self._questioned:
-            self.replays = CudaGraphCache(
-                self.device
-            )  # in the former are results that another answer goes on reading
+            # In the former are results that another answer goes on reading.
+            self.replays = CudaGraphCache(self.device)
         self.end_ingest()
         taken: Any = super().snapshot(stream, pause)
         self._lent = taken

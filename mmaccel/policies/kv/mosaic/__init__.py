@@ -84,7 +84,7 @@ class ClusterIndex(Index):
             if retrieved is not None and self.tree.has_clusters:
                 owners = self.tree.semantic.owner.gather(1, retrieved)
                 at = (owners >= 0).nonzero(as_tuple=True)
-                self.tree.split_deferred(at[0], owners[at])  # type: ignore[no-untyped-call]
+                self.tree.split_deferred(at[0], owners[at])
             self.tree.assign_units(self._window, retrieved)
         if self.tree.units - self._units > BEHIND * bool(keep):
             self.refresh()
@@ -102,7 +102,7 @@ class ClusterIndex(Index):
     def record_retrieved(self, found: dict[int, SearchResult]) -> None:
         picked = torch.stack([one.picked for one in found.values()]).cpu()
         row, cluster = picked.nonzero(as_tuple=True)
-        self.tree.split_deferred(torch.tensor([*found])[row], cluster)  # type: ignore[no-untyped-call]
+        self.tree.split_deferred(torch.tensor([*found])[row], cluster)
         self.refresh()
 
     def refresh(self) -> None:

@@ -377,11 +377,10 @@ class ClusterHierarchy:
 
     @single_cpu_thread()
     def split_deferred(self, layer: Tensor, cluster: Tensor) -> None:
-        """Split those of the semantic clusters (layer [b], cluster [b]) whose split was deferred; they were retrieved to the
-        device. The units that wait for it are in it first."""
+        """Split those of the retrieved semantic clusters (layer [b], cluster [b]) whose split was deferred."""
         level = self.semantic
         lazy = level.lazy[layer, cluster]
-        layer, cluster = torch.stack([layer[lazy], cluster[lazy]]).unique(dim=1)
+        layer, cluster = torch.stack([layer[lazy], cluster[lazy]]).unique(dim=1)  # type: ignore[no-untyped-call]
         for at, home in zip(layer.tolist(), cluster.tolist(), strict=True):
             whole, buffer = (torch.tensor([at]), torch.tensor([home])), np.array(self.buffer[at], dtype=int)
             for one in buffer[level.home.numpy()[at, buffer] == home].tolist():
@@ -389,14 +388,12 @@ class ClusterHierarchy:
                 members = torch.cat([level.members_of(*whole), level.members_of(*part)], 1)
                 rows = level.centroid, level.variance, level.size
                 joined = union(*(row[pair] for pair in (whole, part) for row in rows))
-                size = level.size[whole] + level.size[part]
+                level.write_clusters(*whole, members, *joined, level.size[whole] + level.size[part])
                 level.free_id(at, one)
-                level.write_clusters(*whole, members, *joined, size)
                 self.buffer[at].remove(one)
-        if len(layer):
-            level.set_field("lazy", layer, cluster, 0)
-            self.counters["deferred_splits"] += self._refine(layer, cluster)
-            self.counters["resolved"] += len(layer)
+        level.set_field("lazy", layer, cluster, 0)
+        self.counters["deferred_splits"] += self._refine(layer, cluster)
+        self.counters["resolved"] += len(layer)
 
     def _refine(self, layer: Tensor, cluster: Tensor) -> int:
         points, bounds = self.means.key_points, self.bounds[1]

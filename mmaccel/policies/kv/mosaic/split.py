@@ -199,9 +199,8 @@ class UnitMeans:
         """Start to copy the means of a pass's new units, of `tokens` tokens each, to the host. See `Index.add_units`."""
         # [L, n, G * D] to [n, L, G * D].
         kind = pairs[0][0].dtype
-        key, value = (
-            unit_means(pairs, side, tokens).to(kind).transpose(0, 1).contiguous() for side in (0, 1)
-        )
+        means = (unit_means(pairs, side, tokens).to(kind) for side in (0, 1))
+        key, value = (one.transpose(0, 1).contiguous() for one in means)
         event, sent = None, [look, key, value] if retrieved is None else [look, key, value, retrieved]
         if key.is_cuda:
             sent = [t.to("cpu", non_blocking=True) for t in sent]

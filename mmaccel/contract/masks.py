@@ -101,9 +101,8 @@ def _vertical_slash(given: Any, layout: TokenLayout, query: Tensor, key: Tensor)
     upright = torch.zeros(len(weight), length, dtype=torch.bool, device=i.device).scatter_(1, column, True)
     slanted = ((i - j)[None, ..., None] == slash[:, None, None]).any(-1)
     short = -length % block
-    tiles = (
-        torch.nn.functional.pad(slanted, (0, short, 0, short)).unfold(1, block, block).unfold(2, block, block)
-    )
+    whole = torch.nn.functional.pad(slanted, (0, short, 0, short))
+    tiles = whole.unfold(1, block, block).unfold(2, block, block)
     rounded = _spread(tiles.flatten(3).any(3), block, length)
     return tuple((upright[:, None] | one) & (i >= j) for one in (slanted, rounded))  # type: ignore[return-value]
 

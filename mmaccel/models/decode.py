@@ -57,9 +57,8 @@ def can_capture_decode(model: nn.Module, family: Any, cache: Any, also: Sequence
         return False
     owner, state = attached(model), getattr(cache, "state", None)
     # Under autocast products have another type than weights: a plain cache holds keys of one and values of the other.
-    mixed = any(
-        torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on) != dtype for on, dtype in kinds
-    )
+    casts = [(on, dtype) for on, dtype in kinds if torch.is_autocast_enabled(on)]
+    mixed = any(torch.get_autocast_dtype(on) != dtype for on, dtype in casts)
     if state is None and (type(cache) is not DynamicCache or mixed):
         return False
     if state is not None and (not state.in_place or owner is None):

@@ -125,9 +125,8 @@ def _sequences(
             "past_key_values: each sequence of a batch has a cache of its own; give prompts one by one, or leave it out."
         )
     mask = kwargs.get("attention_mask")
-    attachment.owner.attention.meter.prompt_tokens = times * (
-        ids.numel() if mask is None else int(mask.sum())
-    )
+    each = ids.numel() if mask is None else int(mask.sum())
+    attachment.owner.attention.meter.prompt_tokens = times * each
     device = attachment.owner.view.device
     seeds = torch.randint(1 << 62, (ids.shape[0] * times,)).tolist()
     if times > 1:
@@ -287,9 +286,8 @@ class _Sequence:
                     owner, pruner, layout, keep, careful.drop_draft, new, turn.heard, self._lasts
                 )
             probes = [one for one in (probe, listener) if one is not None]
-            inputs = (
-                given if past is not None or self.cache is None else {"input_ids": input_ids, **model_kwargs}
-            )
+            own = past is None and self.cache is not None
+            inputs = {"input_ids": input_ids, **model_kwargs} if own else given
             first = runner.prefill(inputs, probes=probes)
             self.cache = runner.cache
             if listener is not None:

@@ -187,9 +187,8 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
         if ours or _in_turns(attachment, kwargs):
             from mmaccel.models import drafting
 
-            lasts = caches and (
-                given or bool(attachment.get_generate_option("return_dict_in_generate", kwargs))
-            )
+            told = given or bool(attachment.get_generate_option("return_dict_in_generate", kwargs))
+            lasts = caches and told
             with cache.exclusive_call() if streams and cache is not None else nullcontext():
                 out = drafting.generate(attachment, kwargs, lasts and (draft or streams))
                 return _noted(cache, out, whole, read)

@@ -20,9 +20,8 @@ def check_next_turn(attachment: ModelAttachment, kwargs: Mapping[str, Any], ids:
     calls compare only the ids before it."""
     cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
     held, count, known = cache.get_seq_length(), ids.shape[1], attachment.cached_columns(cache)
-    beams, more = (
-        attachment.get_generate_option(name, kwargs) or 1 for name in ("num_beams", "num_return_sequences")
-    )
+    names = "num_beams", "num_return_sequences"
+    beams, more = (attachment.get_generate_option(name, kwargs) or 1 for name in names)
     if held and known is not None and known.layout.batch != (rows := len(ids) * max(beams, more)):
         raise ModelError(
             f"past_key_values: it holds {known.layout.batch} sequences and this call has {rows}, beams included; give a "

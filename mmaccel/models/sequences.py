@@ -60,9 +60,9 @@ class CachedDraftState:
     def from_cache(cache: Any, choice: DraftStrategy) -> CachedDraftState:
         """Return the `CachedDraftState` stored with `cache`, or an empty one if there is none or it is another draft's."""
         held = getattr(cache, TURN, None)
-        return (
-            held if isinstance(held, CachedDraftState) and held.choice == choice else CachedDraftState(choice)
-        )
+        if isinstance(held, CachedDraftState) and held.choice == choice:
+            return held
+        return CachedDraftState(choice)
 
     def pop_state(self) -> Any:
         """Return the draft's stored state and clear it here, so that a concurrent call cannot use it too."""
@@ -230,9 +230,8 @@ def split_batch(family: Any, model: nn.Module, inputs: Mapping[str, Any]) -> lis
     for kind in (IMAGE, VIDEO):
         shown = [layout.segment[b][layout.modality[b] == kind].unique().numel() for b in range(layout.batch)]
         for name, sizes in family.pixel_rows_per_item(inputs, kind).items():
-            counts = (
-                shown if sum(shown) == len(sizes) else _tiles(family, inputs, layout, len(sizes)) or shown
-            )
+            if sum(counts := shown) != len(sizes):
+                counts = _tiles(family, inputs, layout, len(sizes)) or shown
             if sum(counts) != len(sizes):
                 raise ModelError(
                     f"{name} has {len(sizes)} pictures or videos and input_ids {sum(counts)}, so that it cannot be told "

@@ -163,9 +163,8 @@ class DraftPruningProbe(ForwardProbe):
         """Which columns a pruner of the target has left `layer`."""
         held, state = None, run.state
         if isinstance(state, PrunedKVState):
-            held = state.held_indices(
-                state.part_index_of_layer(min(layer, self.depth - 1)), self.layout.length
-            )
+            part = state.part_index_of_layer(min(layer, self.depth - 1))
+            held = state.held_indices(part, self.layout.length)
         self.held[layer] = None if held is None else held.to(self.layout.device)
 
     def _add(self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
@@ -211,9 +210,8 @@ class DraftPruningProbe(ForwardProbe):
         if self.heard:
             signals["attention"] = self.attention if left is None else self.attention[..., left]
         self.hidden, self.states = {}, self.states if self._lasts else {}
-        kept = check_kept_columns(
-            self.pruner, self.pruner.keep(signals, layout, self.stage, self.total), layout
-        )
+        kept = self.pruner.keep(signals, layout, self.stage, self.total)
+        kept = check_kept_columns(self.pruner, kept, layout)
         self.on_kept(kept if left is None else left[kept])
 
     def _states(self, layer: int, left: Tensor | None) -> Tensor:

@@ -35,9 +35,8 @@ def processor_frame_budget(processor: Any) -> VideoBudget:
     """Return the family's default `VideoBudget`, updated by the video settings in the model's own folder."""
     known = VideoBudget() if processor.style is None else processor.style.budget
     settings = processor.video_processor if processor.video is None else processor.video
-    fps, number, least, most = (
-        getattr(settings, name, None) for name in ("fps", "num_frames", "min_frames", "max_frames")
-    )
+    names = "fps", "num_frames", "min_frames", "max_frames"
+    fps, number, least, most = (getattr(settings, name, None) for name in names)
     if fps is not None:
         known = replace(known, fps=fps, most=VideoBudget.most if known.fps is None else known.most)
     elif number is not None:

@@ -285,8 +285,7 @@ def test_what_a_question_rests_on_is_marked() -> None:
     assert told.question_seconds(question.text) == tuple(float(n) for n in question.frames)
     asked = question.text.capitalize().replace(" ?", "?").replace(" ,", ",")
     assert asked != question.text and told.question_seconds("what else ?") == ()
-    drawn = draw.plot_retrieved_frames(
-        [(asked, "star", evidence), ("what else ?", "no", evidence)], 60.0, told
-    )
+    answers = [(asked, "star", evidence), ("what else ?", "no", evidence)]
+    drawn = draw.plot_retrieved_frames(answers, 60.0, told)
     assert [len(axes.lines) for axes in drawn.axes] == [2, 0]
     assert [len(axes.collections[0].get_segments()) for axes in drawn.axes] == [2, 2]

@@ -153,9 +153,8 @@ def plan_of(name: str, start: int, scene: Scene = SCENE) -> AttentionPlan:
         return window_plan(query.shape[2] - start, key.shape[2], 0, key.shape[2], scene.heads, query.device)
     layout = scene.layout()
     pattern = policy("sparse", {"name": name, "block": 16, **PATTERNS[name]}, "").for_layer(0)
-    plan = pattern.plan_layer(
-        query[:, :, start:], key, value, layout.select_tokens(slice(start, None)), layout
-    )
+    rows = layout.select_tokens(slice(start, None))
+    plan = pattern.plan_layer(query[:, :, start:], key, value, rows, layout)
     assert plan is not None
     return plan
 

@@ -204,9 +204,8 @@ def test_keys_of_all_heads_are_not_repeated_beside_those_of_each() -> None:
     plan = Grid(min_stride=8, block=BLOCK).plan(query, key, layout, layout)
     assert plan is not None
     (part,) = parts_to_launch(plan)
-    alone = sorted(
-        span.k_row.shape[2] for part in plan.parts for span in part.spans if span.k_row.shape[1] > 1
-    )
+    shapes = [span.k_row.shape for part in plan.parts for span in part.spans]
+    alone = sorted(shape[2] for shape in shapes if shape[1] > 1)
     assert alone and sorted(s.k_row.shape[2] for s in part.spans if s.k_row.shape[1] > 1) == alone
     assert [s.ordered for s in part.spans if s.ordered is not None] == [320]
     # Beside heads of another pattern they are repeated; that they stand in their order is still known.

@@ -48,9 +48,8 @@ def test_openai_s_own_types_and_errors(keyed: Served, served: Served, film: Path
     whole = client.chat.completions.create(**asked)
     assert whole.choices[0].finish_reason == "length" and whole.usage.completion_tokens == 5
     assert whole.model_extra["mmaccel"]["recipe"] == "dense"
-    chunks = list(
-        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    )
+    streams = dict(stream=True, stream_options={"include_usage": True})
+    chunks = list(client.chat.completions.create(**asked, **streams))
     said = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
     assert said == whole.choices[0].message.content and chunks[-1].usage == whole.usage
     with pytest.raises(openai.NotFoundError, match="tiny-ov"):

@@ -69,9 +69,8 @@ def alike(some: list[mmaccel.VideoSession], others: list[mmaccel.VideoSession]) 
     for one, other in zip(some, others, strict=True):
         assert one.shown == other.shown and len(one) == len(other)
         ours, theirs = one.clusters(), other.clusters()
-        assert ours.keys() == theirs.keys() and all(
-            torch.equal(own, theirs[key]) for key, own in ours.items()
-        )
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(own, theirs[key]) for key, own in ours.items())
         assert told(one.ask(QUESTION, 12)) == told(other.ask(QUESTION, 12))
 
 

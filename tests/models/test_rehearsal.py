@@ -98,9 +98,8 @@ def test_a_surplus_is_added_where_it_was_measured_and_nowhere_else() -> None:
 
 def test_a_draft_model_leaves_the_rest_of_a_recipe_what_it_is() -> None:
     film, everything = Recipe.load("film-many-questions"), Recipe.load("everything")
-    assert costs.overhead_key(film, work()) == costs.overhead_key(
-        replace(film, draft=everything.draft), work()
-    )
+    drafted = replace(film, draft=everything.draft)
+    assert costs.overhead_key(film, work()) == costs.overhead_key(drafted, work())
     ways = {costs.overhead_key(film, work(live=live, questions=n)) for live in (True, False) for n in (1, 2)}
     assert len(ways) == 2, "it is read in a session for one question too"
     assert costs.overhead_key(Recipe(), work(questions=1)) != costs.overhead_key(Recipe(), work())

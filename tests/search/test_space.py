@@ -156,9 +156,8 @@ def test_costs_that_never_fall_low_enough_end_as_dear() -> None:
 
 
 def test_rows_that_come_to_one_pattern_are_one_candidate() -> None:
-    candidates = merge_equal_candidates(
-        [find_budget_step(row, affine, 0.001)[1] for row in budget_rows(FULL)]
-    )
+    steps = [find_budget_step(row, affine, 0.001)[1] for row in budget_rows(FULL)]
+    candidates = merge_equal_candidates(steps)
     names = [row for c in candidates for row in c.rows]
     assert sorted(names) == sorted(row.label for row in budget_rows(FULL))
     assert len({pattern_json_key(c.pattern) for c in candidates}) == len(candidates) < 36

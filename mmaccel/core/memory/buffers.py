@@ -64,6 +64,15 @@ def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
     return here.pin_memory().to(device, non_blocking=True) if pinned else here.to(device)
 
 
+def as_words(*tensors: Tensor) -> list[Tensor]:
+    """Return views of `tensors` [..., D], of one data type, by words of 16 bytes; the tensors themselves if rows of one do
+    not begin and end at words. PyTorch copies tensors with strides element by element: as words they are fewer."""
+    size = 16 // tensors[0].element_size()
+    steps = [(one.shape[-1], one.storage_offset(), *one.stride()[:-1]) for one in tensors]
+    whole = not any(n % size for some in steps for n in some) and all(x.stride(-1) == 1 for x in tensors)
+    return [one.view(torch.complex128) for one in tensors] if whole else list(tensors)
+
+
 class UnitRowMap:
     """Maps the units (frames) of a stream to rows of a buffer, on the host, in NumPy; rows of forgotten units are reused.
 

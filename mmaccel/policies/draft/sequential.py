@@ -85,9 +85,8 @@ class SequentialDraftState(DraftModelState):
 
     def draft_steps(self, most: int | None = None) -> Drafting:
         # The target adds a token of its own to whatever it keeps.
-        count = min(
-            self._choice.window if most is None else min(most, self._choice.window), self._remaining - 1
-        )
+        window = self._choice.window
+        count = min(window if most is None else most, window, self._remaining - 1)
         if count < 1:
             return Proposal.empty()
         runner, least = self._open(), self._choice.confidence

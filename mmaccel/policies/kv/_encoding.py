@@ -17,7 +17,7 @@ from torch import Tensor
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.decoding.replay import CudaGraphCache, GraphBuffers
-from mmaccel.core.memory.buffers import on_device
+from mmaccel.core.memory.buffers import as_words, on_device
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass
 from mmaccel.policies.kv._index import Index, compact_slots
 from mmaccel.policies.kv._ingest import Bases
@@ -211,9 +211,10 @@ class EncodingMemory(StreamMemory):
         known = self._stacked_heads[0]
         if len(known) != len(heads) or any(a is not b for a, b in zip(known, self._heads, strict=True)):
             self._stacked_heads = [*self._heads], torch.stack([torch.cat(pair) for pair in heads])
-        shown[:, :, :, :before] = self._stacked_heads[1]
-        for side, some in enumerate(window):
-            shown[:, side, :, near : near + width] = some
+        words, own, *near_by = as_words(shown, self._stacked_heads[1], *window)
+        words[:, :, :, :before] = own
+        for side, some in enumerate(near_by):
+            words[:, side, :, near : near + width] = some
         return shown
 
     def _encode(

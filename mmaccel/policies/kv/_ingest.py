@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.layout import PositionIds
-from mmaccel.core.memory.buffers import free_host_bytes
+from mmaccel.core.memory.buffers import as_words, free_host_bytes
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass, grow_buffer
 from mmaccel.policies.kv._window import Pair, PassState, Ring
 from mmaccel.policies.kv.store.slabs import view_by_unit
@@ -46,9 +46,8 @@ class Bases:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (
-                (middle, high) if positions.largest_position(middle) < positions.limit else (low, middle)
-            )
+            fits = positions.largest_position(middle) < positions.limit
+            low, high = (middle, high) if fits else (low, middle)
         self._positions, self.window, self.reach = positions, window + spare, low
         # Spare units take no position that a window of up to half the limit has without them.
         self.every = max(low - self.window, window - spare, 1)
@@ -200,11 +199,13 @@ class IngestState(PassState):
         old, made = self._stacked_windows(), list[Tensor]()
         for number, side in enumerate(fresh):
             pause()
-            parts, skip = [*old[number : number + 1], side], cut
+            parts, skip = as_words(*old[number : number + 1], side), cut
             if parts[0].shape[2] < cut:
                 skip -= parts.pop(0).shape[2]
             parts[0] = parts[0][:, :, skip:]
-            made.append(torch.cat(parts, 2))  # also of one part: a slice would keep the whole
+            made.append(
+                torch.cat(parts, 2).view(side.dtype)
+            )  # also of one part: a slice would keep the whole
         layers = zip(*(side.unsqueeze(1).unbind() for side in made), strict=True)
         self._rings = [Ring(*sides) for sides in layers]
         self._stacked = list(self._rings), made

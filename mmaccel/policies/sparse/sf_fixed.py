@@ -125,9 +125,8 @@ class SFFixed(SegmentedPattern):
         segments, at = self.key_segments(region), region.at.clamp(min=0).long()
         # The keys of the segment of each query: segments lie two sizes apart, so that no two are within one.
         block, size = self.block, segments.size
-        pos = as_int32_if_fits(
-            segments.number * (2 * size) + segments.offset, 2 * size * (segments.count + 1)
-        )
+        pos = segments.number * (2 * size) + segments.offset
+        pos = as_int32_if_fits(pos, 2 * size * (segments.count + 1))
         q_pos = pos.gather(1, at).masked_fill(region.at < 0, -1)[:, None]
         order = region.q_row, region.keys.row[:, None], q_pos, pos[:, None]
         spans = [span_by_range(*order, 0, size, block, block, ordered=region.keys.count)]

@@ -379,6 +379,5 @@ def test_wrong_choices_are_told_in_one_sentence(choice: dict[str, Any], word: st
 def test_another_vocabulary_is_refused_when_attached() -> None:
     target = bigram_rule(torch.eye(5))
     with pytest.raises(DraftError, match="embeddings"):
-        Parallel(model=ToyModel(bigram_rule(torch.eye(9)), 9), process=False).check_target(
-            toy_view(target, 5)
-        )
+        draft = ToyModel(bigram_rule(torch.eye(9)), 9)
+        Parallel(model=draft, process=False).check_target(toy_view(target, 5))

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mmaccel.contract.memory import LAYERS, encode_kv
 from mmaccel.core.errors import ModelError
-from mmaccel.core.memory.buffers import ROOM_MAX
+from mmaccel.core.memory.buffers import ROOM_MAX, as_words
 from mmaccel.core.memory.kv import KVPolicy, KVState
 from mmaccel.policies.kv import Full, Window
 from tests.policies.kv.token_streams import open_state, read, seen, visible
@@ -279,3 +279,14 @@ def test_it_holds_nothing_but_its_own_columns() -> None:
     large.fill_(1.0)
     assert state.nbytes() == 2 * 2 * 3 * 4 * 4
     assert state.view(0, ROW).key.sum() == 0
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float64])
+def test_words_are_the_same_bytes_where_all_rows_are_whole_words(kind: torch.dtype) -> None:
+    rows = torch.randn(2, 3, 8, 32, generator=torch.Generator().manual_seed(0)).to(kind)
+    rows[0, 0, 0, 0] = torch.nan
+    cases = {(rows[:, :, 3:], rows): True, (rows[..., 8:24],): True, (rows[..., ::2],): False}
+    for parts, fits in {**cases, (rows, rows[..., 1:]): False, (rows[..., 1:17],): False}.items():
+        for one, word in zip(parts, as_words(*parts), strict=True):
+            assert (word.dtype == torch.complex128) == fits
+            torch.testing.assert_close(word.clone().view(kind), one, rtol=0, atol=0, equal_nan=True)

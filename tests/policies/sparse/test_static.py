@@ -283,9 +283,8 @@ def plan_mask(heads: Sequence[Head], n: int, ratio: float, rng: torch.Generator,
     score = torch.stack([head.scores(n, ratio, rng) for head in heads])
     query = ROWS**0.5 * torch.eye(ROWS).expand(1, len(heads), ROWS, ROWS)
     layout = TokenLayout.text(1, n)
-    plan = pattern.plan(
-        query, score.transpose(1, 2)[None], layout.select_tokens(slice(n - ROWS, None)), layout
-    )
+    rows = layout.select_tokens(slice(n - ROWS, None))
+    plan = pattern.plan(query, score.transpose(1, 2)[None], rows, layout)
     assert plan is not None
     return plan.to_mask()[0]
 

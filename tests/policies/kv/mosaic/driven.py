@@ -93,9 +93,8 @@ class Driven:
         for first, n, rows in passes(self.state, count, step, self.unit):
             where = dict(rows=n * TOKENS, first=first, count=n, look=self.looks(first, n))
             self.state.begin_pass(StreamPass(kind="units", **where))  # type: ignore[arg-type]
-            embeds = torch.cat(
-                [side[0].transpose(0, 1) for layer in range(LAYERS) for side in rows(layer)], 1
-            )
+            sides = [side[0].transpose(0, 1) for layer in range(LAYERS) for side in rows(layer)]
+            embeds = torch.cat(sides, 1)
             run = self.state.replay_forward if self.state.replays_pass else lambda x, forward, _: forward(x)
             made = run(embeds.flatten(1), self.forward, self.shared).clone()
             out.append(made.unflatten(1, (LAYERS, -1, SIZE)).permute(1, 2, 0, 3)[:, :HEADS])

@@ -3,17 +3,17 @@
     python bench/crowd.py --streams 2 4 8 --fps 1 --seconds 20                        # tiny-ov on the CPU
     python bench/crowd.py --device cuda --fps 2 --streams 10 20 40 --seconds 40 --host-gib 64   # LLaVA-OneVision-7B's
 
-The server's own calls without HTTP: each stream sends a JPEG at `--fps` by a clock of its own (what waits when a call has
-ended goes into the next one, as the WebSocket does), and is asked every `--every` seconds for `--tokens` tokens. A step
-adds streams to those of the step before. Each new one ingests `--before` frames, and is asked while the others wait. Then
-all take a frame and are asked at once, so that what a server compiles and captures once is there (`warm`); what comes in
-the first `--settle` seconds after that does not count. In a row: `late` is the share of frames that could be asked about
-more than `LATE_S` after they came; `askable`, ms from the frame's time to the end of the call that took it in; `first`,
-from the question's time to its first token, all waiting in it; `gap`, between two tokens of an answer; `host_ms` what the
-process spends on a frame, questions among it. `ok`: no frame late, `first` p95 and `gap` p99 within `FIRST_MS` and
-`GAP_MS`. `device` bytes are what the memories hold, `predicted` what was predicted of them at admission; `holds`, the
-seconds that each stream still has, the least and the most. `busy` is the load that admission predicts; with `--busy 0.8` it
-refuses streams as a server does.
+The server's own calls without HTTP: each stream sends a JPEG at `--fps` by a clock of its own, or `--message` of them
+together (what waits when a call has ended goes into the next one, as the WebSocket does), and is asked every `--every`
+seconds for `--tokens` tokens. A step adds streams to those of the step before. Each new one ingests `--before` frames, and
+is asked while the others wait. Then all take a frame and are asked at once, so that what a server compiles and captures once
+is there (`warm`); what comes in the first `--settle` seconds after that does not count. In a row: `late` is the share of
+frames that could be asked about more than `LATE_S` after they came; `askable`, ms from the frame's time to the end of the
+call that took it in; `first`, from the question's time to its first token, all waiting in it; `gap`, between two tokens of
+an answer; `host_ms` what the process spends on a frame, questions among it. `ok`: no frame late, `first` p95 and `gap` p99
+within `FIRST_MS` and `GAP_MS`. `device` bytes are what the memories hold, `predicted` what was predicted of them at
+admission; `holds`, the seconds that each stream still has, the least and the most. `busy` is the load that admission
+predicts; with `--busy 0.8` it refuses streams as a server does.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ class Crowd:
         while due < end and now < end + LATE_S:
             await asyncio.sleep(due + (self.args.message - 1) * step - time.perf_counter())
             count = min(CLIP, 1 + int((time.perf_counter() - due) / step))
+            count = max(1, count // self.args.message) * self.args.message  # whole messages
             some = [self.jpegs[(stream.session.frames + i) % len(self.jpegs)] for i in range(count)]
             await self.streams.add_encoded_frames(stream, some, None, self.args.fps)
             now = time.perf_counter()
@@ -131,10 +132,11 @@ class Crowd:
         await self.warm()
         count, begin = len(self.open), time.perf_counter() + 0.1
         end = begin + args.settle + args.seconds
-        clients = [self.frames(one, begin + i / count / args.fps, end) for i, one in enumerate(self.open)]
-        clients += [
-            self.questions(one, begin + i / count * args.every, end) for i, one in enumerate(self.open)
+        clients = [
+            self.frames(one, begin + i / count * args.message / args.fps, end)
+            for i, one in enumerate(self.open)
         ]
+        clients += [self.questions(x, begin + i / count * args.every, end) for i, x in enumerate(self.open)]
         with tune_process():
             work = asyncio.gather(*clients, self.progress(begin, end))
             await asyncio.sleep(begin + args.settle - time.perf_counter())
@@ -144,7 +146,8 @@ class Crowd:
             spent = time.process_time() - spent
         seen = self.times
         took, frames = time.perf_counter() - begin - args.settle, int(sum(seen["call"]))
-        row: dict[str, Any] = {"streams": count, "fps": args.fps, "refused": self.refused}
+        row: dict[str, Any] = {"streams": count, "fps": args.fps, "message": args.message}
+        row["refused"] = self.refused
         row |= {"frames_per_s": frames / took, "frames_a_call": frames / max(1, len(seen["call"]))}
         row["host_ms"] = 1e3 * spent / max(1, frames)
         row["late"] = sum(one > LATE_S for one in seen["askable"]) / max(1, len(seen["askable"]))
@@ -157,10 +160,8 @@ class Crowd:
             (one.session.frames - now["let_go"]) / args.fps for one, now in zip(self.open, held, strict=True)
         ]
         row |= {"questions": len(seen["first"]), "device_gib": sum(one["bytes"] for one in held) / 2**30}
-        row |= {
-            "host_gib": sum(one["host_bytes"] for one in held) / 2**30,
-            "predicted_gib": self.predicted / 2**30,
-        }
+        row["host_gib"] = sum(one["host_bytes"] for one in held) / 2**30
+        row["predicted_gib"] = self.predicted / 2**30
         row |= {"holds_least_s": min(holds), "holds_most_s": max(holds)}
         row["busy"] = sum(map(self.streams.admission.predicted_load, (one.promise for one in self.open)))
         if device.type == "cuda":
@@ -201,7 +202,7 @@ async def run(args: argparse.Namespace, log: Log) -> None:
     most = max(args.streams)
     limits = Limits(sessions=most, own_sessions=most, calls=4 * most, memory_bytes=1 << 50, busy=args.busy)
     engine = Engine("crowd", model, processor, {"mosaic": Recipe.load(None, kv=kv)}, Settings(limits=limits))
-    streams, rates = Streams(engine), [*args.fps, *args.fps[-1:] * most]
+    streams = Streams(engine)
     film = render(World.generate(3, 32).table(), *((84, 140) if small else (SIDE, SIDE)))
     crowd, plain = Crowd(streams, film, args), Meter.count_tokens
 
@@ -213,8 +214,7 @@ async def run(args: argparse.Namespace, log: Log) -> None:
     Meter.count_tokens = token  # type: ignore[assignment, method-assign]
     try:
         async with streams:
-            for count, rate in zip(args.streams, rates, strict=False):
-                args.fps = rate
+            for count in args.streams:
                 row = await crowd.step(count)
                 log.row(case="crowd", tokens=args.tokens, every_s=args.every, seconds=args.seconds, **row)
                 print(told(row), flush=True)
@@ -230,9 +230,7 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--device", default="cpu", help="on the CPU the model is tiny-ov")
     parser.add_argument("--streams", type=int, nargs="+", default=[2, 4, 8], help="ascending; a row for each")
-    parser.add_argument(
-        "--fps", type=float, nargs="+", default=[1.0], help="of each step; the last for others"
-    )
+    parser.add_argument("--fps", type=float, default=1.0)
     parser.add_argument("--message", type=int, default=1, help="frames that a client sends together")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--settle", type=float, default=5.0)

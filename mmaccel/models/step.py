@@ -60,7 +60,7 @@ def capture_answer_step(stream: Any, state: StreamState, running: Any) -> None:
     """Warm up before the first token: run an answer's step on `state` until it is captured as a CUDA graph."""
     word = stream.embed_tokens(torch.zeros(1, dtype=torch.long, device=stream.device))
     steps, length = stream._few, state.length()
-    for _ in range(2):
+    for _ in range(3):
         state.begin_pass(StreamPass(kind="answer", rows=1))
         new = steps.can_run_fused(word) and not steps.is_captured(state.new_kv_slots())
         if new:

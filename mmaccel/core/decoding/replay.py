@@ -205,10 +205,10 @@ class CudaGraphCache:
                 held = "unfit"  # it waits for the device
                 if shared is not None and not shared.captured:
                     shared.unfit = True
-                    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                    warn(
-                        f"passes of this model cannot be captured as CUDA graphs, and run slower ({reason})."
-                    )
+                    cause = error.__context__ or error  # ending the capture fails too
+                    why = " ".join(f"{type(cause).__name__}: {cause}".split())[:200]
+                    warn(f"passes of this model cannot be captured as CUDA graphs, and run slower ({why}).")
+            self._failed.discard((name, at))
         ways[at] = held
         return work() if isinstance(held, str) else held()
 

@@ -65,12 +65,14 @@ def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
 
 
 def as_words(*tensors: Tensor) -> list[Tensor]:
-    """Return views of `tensors` [..., D], of one data type, by words of 16 bytes; the tensors themselves if rows of one do
-    not begin and end at words. PyTorch copies tensors with strides element by element: as words they are fewer."""
-    size = 16 // tensors[0].element_size()
-    steps = [(one.shape[-1], one.storage_offset(), *one.stride()[:-1]) for one in tensors]
-    whole = not any(n % size for some in steps for n in some) and all(x.stride(-1) == 1 for x in tensors)
-    return [one.view(torch.complex128) for one in tensors] if whole else list(tensors)
+    """Return views of `tensors` [..., D] by words of 16 bytes; the tensors themselves if they differ in data type, rows of
+    one do not begin and end at words, or their device may not know such words. PyTorch copies tensors with strides
+    element by element: as words they are fewer."""
+    one, size = tensors[0], 16 // tensors[0].element_size()
+    steps = [(x.shape[-1], x.storage_offset(), *x.stride()[:-1]) for x in tensors]
+    whole = not any(n % size for some in steps for n in some) and one.device.type in ("cpu", "cuda")
+    fits = whole and all(x.stride(-1) == 1 and x.dtype == one.dtype for x in tensors)
+    return [x.view(torch.complex128) for x in tensors] if fits else list(tensors)
 
 
 class UnitRowMap:

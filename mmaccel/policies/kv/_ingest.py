@@ -203,9 +203,8 @@ class IngestState(PassState):
             if parts[0].shape[2] < cut:
                 skip -= parts.pop(0).shape[2]
             parts[0] = parts[0][:, :, skip:]
-            made.append(
-                torch.cat(parts, 2).view(side.dtype)
-            )  # also of one part: a slice would keep the whole
+            whole = torch.cat(parts, 2)  # also of one part: a slice would keep the whole
+            made.append(whole.view(side.dtype) if whole.is_complex() else whole)
         layers = zip(*(side.unsqueeze(1).unbind() for side in made), strict=True)
         self._rings = [Ring(*sides) for sides in layers]
         self._stacked = list(self._rings), made

@@ -221,9 +221,8 @@ class ClusterHierarchy:
         """The visual cluster of `unit`, the `row`-th of those being matched."""
         rules, level = self.rules, self.visual
         u, best, bounds = matching.x[row : row + 1], matching.nearest(row), self.bounds[0]
-        centroid, s2, n = (
-            x.numpy()[0, best : best + 1] for x in (level.centroid, level.variance, level.size)
-        )
+        rows = level.centroid, level.variance, level.size
+        centroid, s2, n = (x.numpy()[0, best : best + 1] for x in rows)
         away = (u - centroid)[0]
         if away @ away > rules.new_scene * bounds.threshold(0, int(n[0]) + 1):
             best = int(level.allocate_ids(ZERO, ZERO - 1))
@@ -380,6 +379,8 @@ class ClusterHierarchy:
         """Split those of the retrieved semantic clusters (layer [b], cluster [b]) whose split was deferred."""
         level = self.semantic
         lazy = level.lazy[layer, cluster]
+        if not bool(lazy.any()):
+            return
         layer, cluster = torch.stack([layer[lazy], cluster[lazy]]).unique(dim=1)  # type: ignore[no-untyped-call]
         for at, home in zip(layer.tolist(), cluster.tolist(), strict=True):
             whole, buffer = (torch.tensor([at]), torch.tensor([home])), np.array(self.buffer[at], dtype=int)
@@ -392,8 +393,7 @@ class ClusterHierarchy:
                 level.free_id(at, one)
                 self.buffer[at].remove(one)
         level.set_field("lazy", layer, cluster, 0)
-        self.counters["deferred_splits"] += self._refine(layer, cluster)
-        self.counters["resolved"] += len(layer)
+        self.counters.update(deferred_splits=self._refine(layer, cluster), resolved=len(layer))
 
     def _refine(self, layer: Tensor, cluster: Tensor) -> int:
         points, bounds = self.means.key_points, self.bounds[1]

@@ -381,9 +381,8 @@ def compiled(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE")
     parser.add_argument("--only", nargs="+", default=(), metavar="GROUP")
     parser.add_argument("--once", action="store_true")

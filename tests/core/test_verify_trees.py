@@ -52,9 +52,8 @@ def test_a_tree_is_walked_from_its_root(data: st.DataObject) -> None:
             break
         node = below[0]
         path.append(node)
-    proposal = Proposal(
-        torch.tensor(tokens, dtype=torch.long), parents=torch.tensor(parents, dtype=torch.long)
-    )
+    above = torch.tensor(parents, dtype=torch.long)
+    proposal = Proposal(torch.tensor(tokens, dtype=torch.long), parents=above)
     logits = torch.nn.functional.one_hot(torch.tensor(best), 3).float()
     committed, found = accept_tree(proposal, logits, torch.tensor([0]))
     assert found.tolist() == path

@@ -39,9 +39,8 @@ def judge(folder: Path, tasks: str, model_args: str) -> tuple[int, str]:
     words += ["--log_samples", "--output_path", "out", "--batch_size", "1"]
     # Beside a torch for CPUs, a torchvision built for CUDA is imported after mmaccel or not at all.
     command = [sys.executable, "-c", RUN, *words]
-    done = subprocess.run(
-        command, cwd=folder, env=harness(folder), text=True, capture_output=True, timeout=300
-    )
+    own = dict(cwd=folder, env=harness(folder), timeout=300)
+    done = subprocess.run(command, text=True, capture_output=True, **own)
     return done.returncode, done.stdout + done.stderr
 
 

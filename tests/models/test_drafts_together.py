@@ -61,9 +61,8 @@ class Windows(DraftLengthTuner):
 def answers(model: Any, recipes: list[Any], batch: Batch | None) -> tuple[list[torch.Tensor], list[Any]]:
     """What each of `CALLS` generates with a draft of its own, all at once, and its report; None: one at a time."""
     at_once = batch is not None
-    said, reports = answers_of(
-        model, KIND, batch, CALLS, at_once, recipes, lambda n: 20 + 4 * n, abreast=True
-    )
+    given = model, KIND, batch, CALLS, at_once, recipes, lambda n: 20 + 4 * n
+    said, reports = answers_of(*given, abreast=True)
     return said, reports
 
 

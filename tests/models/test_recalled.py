@@ -227,9 +227,8 @@ def test_evidence_weighs_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a unit whose tokens a layer drops nothing reaches the answer there."""
     from mmaccel.policies.kv._windowed import StreamMemory
 
-    seen = heard(
-        monkeypatch, StreamMemory, "_units_of", lambda self, layer, shares: (layer, shares[0].clone())
-    )
+    tell = lambda self, layer, shares: (layer, shares[0].clone())  # noqa: E731
+    seen = heard(monkeypatch, StreamMemory, "_units_of", tell)
     recipe = {"kv": {**TIGHT["recent"], "local": 4}}
     with session("random-ov", recipe) as one:
         bare = [moment.score for moment in one.ask(QUESTION, 1).evidence]

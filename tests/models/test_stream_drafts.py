@@ -255,9 +255,8 @@ def test_what_cannot_draft_on_a_stream_is_told_in_one_sentence() -> None:
 def test_a_tree_on_a_stream_is_weighed_as_a_chain_is() -> None:
     """The scores of what a question was shown first have a bias, as those of summary tokens have."""
     draw = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(1, heads, n, 8, generator=draw) for heads, n in ((4, 3), (2, 10), (2, 10))
-    )
+    sizes = (4, 3), (2, 10), (2, 10)
+    query, key, value = (torch.randn(1, heads, n, 8, generator=draw) for heads, n in sizes)
 
     def attended(
         query: torch.Tensor, keep: list[int], branches: TokenTree | None, bias: float

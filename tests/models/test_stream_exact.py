@@ -76,9 +76,8 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
 
 
 def _outline(module: Any) -> Any:
-    hooks = tuple(
-        (k, len(v)) for k, v in module.__dict__.items() if k.startswith("_") and isinstance(v, dict)
-    )
+    tables = {k: v for k, v in module.__dict__.items() if k.startswith("_") and isinstance(v, dict)}
+    hooks = tuple((k, len(v)) for k, v in tables.items())
     return {k: id(v) for k, v in module.__dict__.items() if not k.startswith("_")}, hooks
 
 

@@ -266,9 +266,8 @@ def test_frames_count_where_questions_lie_between_them(device: bool) -> None:
     for n in range(1, 31):
         before, now = now, StreamUsageCounts(10 * n, 10_000 * n, 5_000 * n, n - 1)
         admission.record_call(one, 0.01, before, now)
-    assert admission.predicted_bytes(one, device) == pytest.approx(
-        (5_000 if device else 10_000) * 90, rel=0.01
-    )
+    grown = (5_000 if device else 10_000) * 90
+    assert admission.predicted_bytes(one, device) == pytest.approx(grown, rel=0.01)
     assert refused(admission, "seconds: this stream will hold") == "no_room"
 
 

@@ -19,7 +19,7 @@ from mmaccel.policies.kv import _archived
 from mmaccel.policies.kv.store import HostStore, UnitShape, host, slabs
 from tests.spies import heard
 
-from .units import UNIT_BYTES, SimLanes, check, check_all, contents, fill, open_store
+from .units import LAYERS, UNIT_BYTES, SimLanes, check, check_all, contents, fill, open_store
 
 
 def ahead(monkeypatch, fails: Collection[int] = (), **fields: Any) -> tuple[HostStore, list[str]]:
@@ -170,6 +170,14 @@ def test_where_slabs_lie_stays_until_what_computes_has_read_it() -> None:
     wire.run = run
     slabs.GatherTable(()).fill_from_slabs(store.slabs, lanes, store.device)  # type: ignore[arg-type]
     assert own.keep_alive.call_count == 1 and not wire.keep_alive.called
+
+
+def test_captured_copies_stay_valid_while_hundreds_of_slabs_are_added() -> None:
+    store, keys = open_store(1), set[Any]()
+    for unit in range(400 // LAYERS):
+        fill(store, [unit])
+        keys.add(store.gather_tables.find().capture_key)
+    assert len(store.slabs.slabs) >= 390 and len(keys) == 1
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -184,7 +184,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    rows = [row for row in read_rows(args.out) if "hour" in row] if args.out.exists() else []
+    rows = [row for row in read_rows([args.out]) if "hour" in row] if args.out.exists() else []
     done, end = (rows[-1]["hour"] if rows else 0), time.monotonic() + 60 * args.minutes
     log, server = Log(args.out), Server(args.folder, args.keep_seconds, args.host_bytes)
     try:

@@ -91,7 +91,7 @@ def counting(device: torch.device, *models: nn.Module) -> Iterator[Peaks]:
 
 def answering(wire: MessageSocket, peaks: Peaks) -> None:
     """Have the end of a second process answer what it is asked by `asked`, whatever it is at work on."""
-    receive = wire.receive
+    receive = wire.receive_message
 
     def heard(limit_s: float | None) -> Message | None:
         while (message := receive(limit_s)) is not None and message.kind == PEAK:
@@ -99,7 +99,7 @@ def answering(wire: MessageSocket, peaks: Peaks) -> None:
             peaks.reset()
         return message
 
-    wire.receive = heard  # type: ignore[method-assign]
+    wire.receive_message = heard  # type: ignore[method-assign]
 
 
 def asked(worker: Worker) -> list[int]:

@@ -54,7 +54,7 @@ class InTurns(SequentialDraftState):
         runner: Any = self._runner
         runner.truncate(prompt.inputs["assumed"][0])
         self._warp, self._generator = None, None
-        self._left, self._prompt = prompt.max_new_tokens, prompt.ids.shape[1]
+        self._remaining, self._prompt = prompt.max_new_tokens, prompt.ids.shape[1]
         self._tokens, self._late = [prompt.ids[0]], [prompt.ids[0, :0]]
 
 
@@ -64,7 +64,7 @@ class InTrees(_Gardener):
     def begin(self, prompt: Prompt) -> None:
         runner: Any = self._runner
         runner.truncate(prompt.inputs["assumed"][0])
-        self._pending = prompt.ids[0, :0]
+        self._pending = self._said = prompt.ids[0, :0]
 
 
 class Bench:

@@ -114,7 +114,7 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
     def batch(options: argparse.Namespace, log: Log) -> None:
         bench.drop("runner")
         for count in SEATS:
-            step = measure(replayed.batch_key(bench.target, bench.columns, count), device=bench.device).median
+            step = measure(replayed.batched(bench.target, bench.columns, count), device=bench.device).median
             runners = [after(bench.target, bench.columns, keep=given.keep) for _ in range(count)]
             for runner in runners:
                 warm(runner, (*WIDTHS, *given.windows[:1]), bench.device)

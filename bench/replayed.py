@@ -30,6 +30,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.draft import DraftState, Prompt
 from mmaccel.core.decoding.generate import Speculation, decode_round_robin
 from mmaccel.core.decoding.worker import READY, MessageSocket, Worker
+from mmaccel.core.report import DraftRounds
 from mmaccel.models import decode as decoding
 from mmaccel.models import prompt_stream, runner, shapes
 from mmaccel.models import step as steps
@@ -213,20 +214,6 @@ def replaying(target: nn.Module, keep: float, seed: int) -> Iterator[None]:
         yield
 
 
-class Rounds:
-    """What the loop wrote down."""
-
-    def __init__(self) -> None:
-        self.rounds: list[tuple[int, int]] = []
-        self.failed: list[str] = []
-
-    def round(self, proposed: int, accepted: int) -> None:
-        self.rounds.append((proposed, accepted))
-
-    def record_draft_failure(self, reason: str) -> None:
-        self.failed.append(reason)
-
-
 def assumed(columns: int, tokens: int, seat: int, device: torch.device) -> Prompt:
     """The prompt of a sequence that is taken to have been read; its draft holds `columns`."""
     ids = torch.full((1, 4), START, device=device)
@@ -250,7 +237,7 @@ def decode(
         said = assumed(columns[1], tokens, seat, device)
         if draft is not None:
             draft.begin(said)
-        meters.append(Rounds())
+        meters.append(DraftRounds())
         first = torch.nn.functional.one_hot(said.ids[:, -1] + 1, VOCAB).float()
         end = said.ids.shape[1] + tokens
         sequences.append(
@@ -265,15 +252,15 @@ def decode(
     began = time.perf_counter()
     decode_round_robin(sequences)
     seconds = time.perf_counter() - began
-    rounds = [one for meter in meters for one in meter.rounds]
+    steps = sum(meter.target_steps for meter in meters)
     return {
         "tokens": tokens * len(targets),
-        "steps": len(rounds),
+        "steps": steps,
         "seconds": seconds,
         "tokens_per_s": (tokens - 1) * len(targets) / seconds,
-        "a_step": (tokens - 1) * len(targets) / len(rounds),
-        "failed": [reason for meter in meters for reason in meter.failed],
-        "counters": drafts[0].counters(),
+        "a_step": (tokens - 1) * len(targets) / steps,
+        "failed": [meter.failed for meter in meters if meter.failed],
+        "counters": {} if drafts[0] is None else drafts[0].counters(),
     }
 
 

@@ -188,7 +188,7 @@ def test_a_day_goes_on_where_it_ended(tmp_path: Path, script: Callable[..., Any]
         with pytest.raises(SystemExit) as ended:
             script("day", "--hours", str(hours), *words).main()
         assert not ended.value.code
-    rows = [row for row in read_rows(out) if "hour" in row]
+    rows = [row for row in read_rows([out]) if "hour" in row]
     assert [row["hour"] for row in rows] == [1, 2] and rows[1]["frames"] == 2 * 360
     assert all(row["same"] == row["questions"] > 0 and row["same_held"] for row in rows)
     assert rows[1]["let_go"] == 2 * 360 - 121

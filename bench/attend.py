@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from timing import Log, Times, measurement_conditions
+from timing import Log, Times, documented_parser, measurement_conditions
 
 from mmaccel.backends import select
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
@@ -368,9 +368,7 @@ def bench_case(name: str, case: Case, options: argparse.Namespace, log: Log) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))

@@ -34,7 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from live import quantile
 from scenes import SIDE, build
-from timing import Log, told
+from timing import Log, documented_parser, told
 
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import MmaccelError
@@ -225,9 +225,7 @@ async def run(args: argparse.Namespace, log: Log) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--device", default="cpu", help="on the CPU the model is tiny-ov")
     parser.add_argument("--streams", type=int, nargs="+", default=[2, 4, 8], help="ascending; a row for each")
     parser.add_argument("--fps", type=float, default=1.0)

@@ -12,7 +12,6 @@ saved into `--folder`, and the same command goes on where the last whole hour en
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 import socket
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from timing import Log, read_rows
+from timing import Log, documented_parser, read_rows, told
 
 import mmaccel
 from mmaccel.core.errors import ModelError
@@ -170,9 +169,7 @@ class Day:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--hours", type=int, default=24)
     parser.add_argument("--fps", type=float, default=0.5)
     parser.add_argument("--keep-seconds", type=float, default=1800.0)
@@ -194,24 +191,19 @@ def main() -> None:
                 break
             rows.append(day.hour(number))
             log.row(**rows[-1])
-            print(
-                "  ".join(
-                    f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()
-                ),
-                flush=True,
-            )
+            print(told(rows[-1]), flush=True)
     finally:
         server.close()
     asked = sum(row["questions"] for row in rows)
     same = all(row["questions"] == row["same"] and row["same_held"] for row in rows)
-    right, told = sum(row["right"] for row in rows), all(row["gone_told"] is not False for row in rows)
+    right, admitted = sum(row["right"] for row in rows), all(row["gone_told"] is not False for row in rows)
     most = max(row["server_mib"] for row in rows[2:]) if len(rows) > 2 else float("nan")
     first = rows[min(2, len(rows) - 1)]["server_mib"]
     print(
         f"{len(rows)} of {args.hours} hours, {asked} questions: {right} right; all as without a server: {same}; "
-        f"what is gone is told of: {told}; memory {first:.0f} MiB after the third hour and {most:.0f} MiB at most since"
+        f"what is gone is told of: {admitted}; memory {first:.0f} MiB after the third hour and {most:.0f} MiB at most since"
     )
-    sys.exit(not (same and told))
+    sys.exit(not (same and admitted))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
-"""Bulk ingestion at size: the steps of `bench/stream.py` in which a stored film is taken in, asked under drafts, and capped.
+"""Bulk ingestion at size: the steps of `bench/stream.py` in which a stored film is taken in.
 
 ingest  frames a second of the language model, from features of planted scenes to mosaic's host store: a film encoded live
         under the window, ingested under `grid` and `vertical_slash` heads by a table, and ingested dense over everything;
         with the floor by the work and the bytes of each. At the longer film dense attention is timed on one layer at three
         depths, and the rest scaled from the shorter film's row (`scaled`)
-spread  the film by the table, its model's layers spread over all devices, beside the same on one (Figure 14)
-capped  `generate` on a prompt of two million tokens (tiny-ov) and of 1.4 million (the shape) on a device capped at 40 GiB
 
 Rows that are in the file are not measured again. Random weights know no scenes: diagonals are given, at multiples of a
 frame, as in `bench/prefill.py`.
@@ -23,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 from attend import GivenDiagonals
-from scenes import QUESTION, SHAPE, timeline
+from scenes import SHAPE, timeline
 from timing import Log, measure, read_rows
 from torch import Tensor, nn
 from watching import HELD, Sizes, wait
@@ -38,10 +36,6 @@ SIDE = 14
 MARKS = {1800: 2.0, 7200: 1.5}
 """Sparse ingestion over encoding under the window, by frames; over dense at the longer film `OVER_DENSE`."""
 OVER_DENSE = 3.0
-SPREAD = 1.8
-"""One film on two devices over one."""
-CAP = 40 << 30
-PROMPTS = {"tiny-ov": 2 << 20, SHAPE: 1_411_200}
 
 
 class FilmFeatures:
@@ -163,15 +157,13 @@ def pairs_of(way: str, session: mmaccel.VideoSession, frames: int, sizes: Sizes)
     return shape.layers * shape.heads * (tokens * most - (most * most) / 2)
 
 
-def film_row(
-    way: str, frames: int, sizes: Sizes, log: Log, floors: Floors, devices: int = 1, warm: int = 400
-) -> dict[str, Any]:
-    told = {"case": "ingest", "way": way, "frames": frames, **({"devices": devices} if devices > 1 else {})}
+def film_row(way: str, frames: int, sizes: Sizes, log: Log, floors: Floors) -> dict[str, Any]:
+    told = {"case": "ingest", "way": way, "frames": frames}
     if (known := before(log, **told)) is not None:
         return known
     model, processor = HELD.model(sizes)
     with without_tower(frames, sizes.kinds):
-        for number, count in enumerate((min(frames, warm), frames)):  # what compiles does so in the first
+        for number, count in enumerate((min(frames, 400), frames)):  # what compiles does so in the first
             with mmaccel.VideoSession(
                 model, processor, None, **recipe_of(way, sizes, model, frames)
             ) as session:
@@ -263,92 +255,6 @@ def ingest_step(name: str) -> Callable[[argparse.Namespace, Log], None]:
         print(
             f"ingest {frames} frames: sparse {row['over_window']:.2f} x the window (mark {row['mark_window']}), "
             f"{row['over_dense']:.2f} x dense (mark {row['mark_dense']})",
-            flush=True,
-        )
-
-    return run
-
-
-def spread_step(options: argparse.Namespace, log: Log) -> None:
-    """One film by one device, and by all of them, each with a share of the layers."""
-    sizes = Sizes(options)
-    count = torch.cuda.device_count() if sizes.device.type == "cuda" else 2
-    if count < 2:
-        raise RuntimeError("ingest:spread needs two devices or more.")
-    HELD.drop("rekv", "mosaic")
-    floors = Floors(HELD.model(sizes)[0], sizes.device)
-    # The host's memory for the whole film is pinned before it is timed: both runs find it there.
-    one = film_row("sparse", sizes.frames, sizes, log, floors, warm=sizes.frames)
-    HELD.drop("model")
-    places = [f"cuda:{n}" if sizes.device.type == "cuda" else "cpu" for n in range(count)]
-    # No tower works on the first device, which holds it: with half as much more room it has as many layers as the others.
-    HELD.spread(sizes, places[:1] * 3 + [one for one in places[1:] for _ in range(2)])
-    several = film_row("sparse", sizes.frames, sizes, log, floors, count, warm=sizes.frames)
-    HELD.drop("model")
-    gain = several["frames_s"] / one["frames_s"]
-    log.row(case="ingest spread", devices=count, frames=sizes.frames, gain=gain, mark=SPREAD)
-    print(f"ingest on {count} devices: {gain:.2f} x one (mark {SPREAD} on two)", flush=True)
-
-
-# A device with little room.
-
-
-def long_prompt(processor: Any, tokens: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Inputs of one video of about `tokens` tokens and a question; its pixels lie on the host once."""
-    side = processor.video.to_dict()["size"]["height"]
-    frame = torch.zeros(1, 3, side, side, dtype=torch.uint8)
-    one = processor.chat([{"type": "video", "video": frame}, {"type": "text", "text": QUESTION}], fps=0.5)
-    ids, pixels = one["input_ids"], one["pixel_values_videos"].to(dtype)
-    video = (ids[0] == processor.video_token_id).nonzero()[:, 0]
-    unit = len(video) - 1  # and one mark behind all frames
-    count = max(2, tokens // unit)
-    begin, end = int(video[0]), int(video[-1]) + 1
-    run = ids[:, begin : begin + 1].expand(-1, count * unit + 1)
-    ids = torch.cat([ids[:, :begin], run, ids[:, end:]], 1)
-    pixels = pixels.expand(-1, count, -1, -1, -1)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values_videos": pixels}
-
-
-def capped_step(name: str) -> Callable[[argparse.Namespace, Log], None]:
-    def run(options: argparse.Namespace, log: Log) -> None:
-        sizes = Sizes(options)
-        cuda = sizes.device.type == "cuda"
-        HELD.drop("rekv", "mosaic")
-        if name == SHAPE:
-            model, processor = HELD.model(sizes)
-        else:
-            HELD.drop("model")
-            model = mmaccel.load_model(name, dtype=torch.bfloat16 if cuda else torch.float32).to(sizes.device)
-            processor = mmaccel.load_processor(name)
-        tokens = PROMPTS[name] // (1 if options.shrink == 1 else 500 * options.shrink)
-        inputs = long_prompt(processor, max(tokens, 1000), next(model.parameters()).dtype)
-        # The pixels stay on the host.
-        inputs |= {name: inputs[name].to(sizes.device) for name in ("input_ids", "attention_mask")}
-        how: dict[str, Any] = {"kv": sizes.kv("mosaic", positions="compact")}
-        shipped = {
-            "name": "per_head",
-            "table": "shipped",
-        }  # frames of 16 tokens leave a grid of 64 blocks nothing to skip
-        how["sparse"] = table(model, sizes.small) if name == SHAPE else shipped
-        if cuda:
-            torch.cuda.set_per_process_memory_fraction(CAP / torch.cuda.get_device_properties(0).total_memory)
-        try:
-            with mmaccel.accelerate(model, **how) as fast:
-                began = time.perf_counter()
-                new = 4
-                out = fast.generate(**inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False)
-                seconds, report = time.perf_counter() - began, fast.report()
-        finally:
-            if cuda:
-                torch.cuda.set_per_process_memory_fraction(1.0)
-        count = inputs["input_ids"].shape[1]
-        figures = {"tokens": count, "new": out.shape[1] - count, "seconds": seconds, "ttft_s": report.ttft_s}
-        figures |= {"kept": report.kept, "peak_bytes": report.peak_bytes, "cap_bytes": CAP if cuda else None}
-        figures |= {one: report.kv.get(one) for one in ("host_bytes", "units", "ingest_seen", "recalled")}
-        log.row(case="capped", way=name, **figures)
-        print(
-            f"capped {name}: {count} tokens in {seconds:.1f} s, peak {report.peak_bytes / 2**30:.2f} GiB, host "
-            f"{(figures['host_bytes'] or 0) / 2**30:.1f} GiB, kept {report.kept}, seen {figures['ingest_seen']}",
             flush=True,
         )
 

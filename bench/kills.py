@@ -14,7 +14,6 @@ killed process had taken in.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from timing import Log
+from timing import Log, documented_parser, told
 
 import mmaccel
 from mmaccel.cli.journal import PeriodicSaver
@@ -185,9 +184,7 @@ def awaited(child: int, ready: Any, seconds: float = 120.0) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--every", type=float, default=1.0, help="seconds between two saves")
     parser.add_argument("--seed", type=int, default=0)
@@ -196,12 +193,7 @@ def main() -> None:
     index = {"name": "clusters", "init": 16}
     kv = {"name": "mosaic", "window": 16, "local": 4, "frames": 16, "index": index, "keep_seconds": 20.0}
     row = killed(args.kills, args.every, kv, args.seed)
-    print(
-        "  ".join(
-            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in row.items()
-        )
-    )
+    print(told(row))
     if args.out:
         Log(args.out).row(**row)
     sys.exit(not row["ok"])

@@ -19,7 +19,6 @@ frames alone spend the host's time.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import gc
 import json
@@ -37,6 +36,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scenes import build
+from timing import documented_parser
 
 import mmaccel
 from mmaccel.core.decoding import replay
@@ -335,9 +335,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--device", default="cpu", help="on the CPU the model is tiny-ov")
     parser.add_argument("--kv", nargs="+", default=["mosaic", "rekv", "full", "livevlm"])
     parser.add_argument("--fps", type=float, default=10.0)

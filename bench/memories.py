@@ -39,7 +39,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import jobs
 import system_table
-from timing import Log, read_rows, write_rows
+from timing import Log, documented_parser, read_rows, write_rows
 
 from mmaccel import load_model, load_processor
 from mmaccel.core.recipe import read_recipe_fields
@@ -323,9 +323,7 @@ def shown(row: Mapping[str, Any]) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--model", default="tiny-ov")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))

@@ -8,7 +8,6 @@ import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,6 @@ from replayed import after, cache_bytes, decode, make_ready, model_of, second_pr
 from timing import Log, measure
 
 from mmaccel.cli import answer
-from mmaccel.core.attach import accelerate
 from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.decoding.worker import READY, Worker
 from mmaccel.models.runner import HFRunner
@@ -35,8 +33,6 @@ from mmaccel_lab.eval import simulate
 
 SELF = 256 << 10
 """Columns after which a model drafts for itself."""
-SEATS = (2, 4)
-"""Sequences of a batch."""
 WIDTHS = (1, 2, 4, 8)
 """Rows of a target's steps that a measured window and the last tokens may come to, captured before anything is timed."""
 
@@ -271,21 +267,3 @@ def against(rows: Sequence[dict[str, Any]], alone: float, keep: float) -> dict[s
         "simulated_at_kept": simulate.speedup(kept, window, costs, parallel=True),
         "simulated_best": simulate.best(keep, costs, parallel=True),
     }
-
-
-def read_and_say(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Seconds to read a prompt, and to say a token after it, by our own loop; and the first tokens that are said."""
-    taken: list[float] = []
-    with accelerate(model) as fast:
-        for _ in range(2):
-            runner = fast.view.runner()
-            replayed.wait(model.device)
-            began = time.perf_counter()
-            logits = runner.prefill(inputs)
-            replayed.wait(model.device)
-            taken.append(time.perf_counter() - began)
-        said = [int(logits.argmax())]
-        for _ in range(4):
-            said.append(int(runner.step(torch.full((1, 1), said[-1], device=model.device))[0, -1].argmax()))
-        step = measure(lambda: runner.step(one(model.device)), repeats=7, device=model.device).median
-    return {"prompt": inputs["input_ids"].shape[1], "prefill_s": min(taken), "step_s": step, "said": said}

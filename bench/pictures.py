@@ -11,7 +11,6 @@ page in dark mode shows dark pictures.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import drawing
 import maps
 from drawing import COLOURS, MEMORIES, MODELS, ROOT, Figure, note, panel, rounded, rows, tick
+from timing import documented_parser
 
 OUT = ROOT / "docs" / "pictures"
 
@@ -211,9 +211,7 @@ def write(name: str, folder: Path, png: bool = False) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("names", nargs="*", choices=[*PICTURES, []], help="which; all by default")
     parser.add_argument("--out", type=Path, default=OUT, help="folder")
     parser.add_argument("--png", action="store_true", help="PNG, light, in place of SVG")

@@ -19,19 +19,23 @@ import statistics
 import sys
 import tempfile
 import time
+import weakref
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parent))
-from happened import noise
-from held import Held
 from scenes import QUESTION
 from steps import Step, parser_of, run_steps
 from timing import Log
+from watching import noise
 
 import mmaccel
 from mmaccel.backends.select import CostFile
@@ -55,6 +59,41 @@ SETTINGS: tuple[tuple[str, float, int, str], ...] = (
 )  # fmt: skip
 TINY = {OV: "tiny-ov", SMALL_OV: "tiny-ov-draft", QWEN: "tiny-qwen"}
 HELD: dict[str, tuple[Any, Any]] = {}
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of the weights of `models`, and of the tensors made while inside that are still there.
+
+    most  the largest sum there was
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._known: set[int] = set()
+        self.now = 0
+        for model in models:
+            for one in (*model.parameters(), *model.buffers()):
+                self._count(one.untyped_storage())
+        self.most = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in tree_leaves(out):
+            if isinstance(one, Tensor):
+                self._count(one.untyped_storage())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known.add(key)
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self._gone, key, storage.nbytes())
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
 
 
 FOLDER = Path(tempfile.mkdtemp())

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).parent))
-from held import answering, counting
 
 from mmaccel.core.adapter import Runner
 from mmaccel.core.attach import adapter_for
@@ -132,21 +131,6 @@ def after(
     if rows is None:
         rows = ROWS if decoding.can_capture_decode(model, family, cache, also=("cpu",)) else ()
     return Counting(model, family, cache, rows, **choices)
-
-
-def batched(model: nn.Module, columns: int, count: int) -> Callable[[], object]:
-    """A plain step of a batch: a token for each of `count` sequences after `columns` assumed columns, without a draft."""
-    runner, family = after(model, columns, count=count), adapter_for(model)
-    ids = torch.ones(count, 1, dtype=torch.long, device=next(model.parameters()).device)
-    places = torch.full_like(ids, columns)
-    places = places.expand(3, -1, -1) if family.mrope else places
-
-    @torch.no_grad()
-    def step() -> None:
-        model(input_ids=ids, past_key_values=runner.cache, position_ids=places, use_cache=True)
-        runner.cache.crop(-1)
-
-    return step
 
 
 def cache_bytes(model: nn.Module, columns: int) -> int:
@@ -295,9 +279,7 @@ def serve(wire: MessageSocket, options: dict[str, Any]) -> None:
     def fresh() -> Either:
         return Either(Counting(model, adapter_for(model), DynamicCache(), ROWS), options["device"], VOCAB)
 
-    with counting(device, model) as peaks:
-        answering(wire, peaks)
-        _remote_drafter.serve_decoder(wire, fresh, options["device"])
+    _remote_drafter.serve_decoder(wire, fresh, options["device"])
 
 
 def second_process(given: argparse.Namespace, device: str) -> Worker:

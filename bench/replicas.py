@@ -10,7 +10,6 @@ that two do more than one is seen on devices of their own.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import os
 import signal
@@ -29,7 +28,7 @@ from typing import Any
 import httpx2
 
 sys.path.insert(0, str(Path(__file__).parent))
-from timing import Log, told
+from timing import Log, documented_parser, told
 
 from mmaccel.media.video import write_jpeg
 from mmaccel_lab.world import World, render
@@ -125,9 +124,7 @@ def measured(url: str, keys: list[str], clip: int, seconds: float, tokens: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(__doc__)
     parser.add_argument("--model", default="tiny-ov")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--recipe", default="mosaic")

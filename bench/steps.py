@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from timing import Log, measurement_conditions, read_rows
+from timing import Log, documented_parser, measurement_conditions, read_rows
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,7 @@ def done_before(path: Path) -> set[str]:
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """The options that `run_steps` reads, but for `shrink`, for a script to add its own to."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented_parser(description)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
     parser.add_argument("--only", nargs="+", help="steps, or the beginnings of their names")

@@ -12,19 +12,14 @@ question  seconds from `VideoSession.ask` to the first token on the host, cluste
           alone", ten times in a row; for each the copies, the bytes, GB/s while the wire was busy, what was fetched ahead,
           and the share of recalled frames that show the scenes asked for
 profile   of one question of each memory: launches, device time, and what the host spends its time on
-budgets, lengths, rivals, whole: `bench/asking.py`
 encode    frames a second through `VideoSession.watch`, vision tower included, of streams that begin with planted scenes;
           with each batching switch off, and with passes that retrieve nothing; all in turns
-splits    seconds a frame of a planted stream, those of clustering, and how often clusters are split: at once or put off
-          (Figure 8), in turns
 memory    device memory after 1 024 and 7 200 frames, its growth a frame, ReKV's after 1 024, and where keeping everything on
           the device ends
-streams   frames a second of one process on each of 1, 2, ... devices, to that of one
-ingest, capped: `bench/ingest.py`; drafted: `bench/drafted.py`
-day       43 200 rendered frames through `watch` on tiny-ov: seconds a frame and memory, hour by hour
+ingest    a stored film (`bench/ingest.py`)
 
 A stream in a host store of which less than nine in ten frames are off the device, or in which nothing was split, put off or
-retrieved, is no measurement: its step fails (`bench/happened.py`; rows `happened`). A step whose row is in the file is not
+retrieved, is no measurement: its step fails (rows `happened`). A step whose row is in the file is not
 run again; none is begun that would not end within `--limit` seconds by its own estimate.
 """
 
@@ -32,30 +27,120 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from asking import CopiesEach, asked, budgets_step, grown, lengths_step, rivals_step, spread, whole_step
-from drafted import drafted_step
-from happened import log_happened
-from ingest import capped_step, ingest_step, spread_step
+from ingest import ingest_step
 from scenes import QUESTION, SHAPE, Scenes
 from steps import Step, parser_of, run_steps
 from timing import Log
-from watching import HELD, LOCAL, Sizes, day_step, encode_step, splits_step, streams_step
+from watching import HELD, LOCAL, Sizes, encode_step, log_happened, wait
 
 import mmaccel
+from mmaccel.policies.kv.store import HostStore
+from mmaccel.policies.kv.store.slabs import view_by_unit
 
 ALONE = 10
 """Questions of a variant that is asked alone, after two that do not count."""
+
+WIRE = ("copies_in", "bytes_in", "seconds_in", "gathers")
+WAITS = ("slack_seconds", "waited_seconds", "waited_missing_seconds")
+FETCH = ("needed", "covered", "missing", "guessed", "in_time", *WAITS)
+
+
+class CopiesEach(HostStore):
+    """A store that brings keys and values of every unit by a copy of their own, as ReKV moves them."""
+
+    can_gather = False  # type: ignore[assignment]
+
+    def fetch(self, layer: int, units: Sequence[int], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out = self.new_device_buffer(len(units)) if out is None else out
+        wire = self.lanes.wire
+
+        def work() -> None:
+            for at, unit in enumerate(units):
+                for side, rows in enumerate(self.unit_view(layer, unit)[0]):
+                    view_by_unit(out, self.shape.tokens)[side, :, at].copy_(rows, non_blocking=True)
+
+        wire.wait(self.lanes.compute_queue.record_mark())
+        began = wire.record_mark(timed=True)
+        wire.run(work)
+        self.lanes.compute_queue.wait(self._end("seconds_in", began, fetches=1, copies_in=2 * len(units)))
+        self.count_copied(len(units))
+        return out[0], out[1]
+
+
+@contextmanager
+def changed(state: Any, told: Mapping[str, Any]) -> Iterator[None]:
+    """A memory with one part changed, for a question."""
+    changes = [(state, name, value) for name, value in told.items() if name not in ("store", "warm")]
+    changes += [(state.store, "__class__", told["store"])] if "store" in told else []
+    before = [(part, name, getattr(part, name)) for part, name, _ in changes]
+    try:
+        for part, name, value in changes:
+            setattr(part, name, value)
+        yield
+    finally:
+        for part, name, value in before:
+            setattr(part, name, value)
+
+
+def asked(
+    session: mmaccel.VideoSession,
+    scenes: Scenes,
+    kinds: tuple[int, ...],
+    told: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
+    """One question under what `told` changes: seconds and the difference that it made to the counters."""
+    live, told, device = session._live, told or {}, scenes.device
+    assert live is not None
+    state: Any = live.state
+    if hasattr(state, "prefetcher") and not told.get("warm"):
+        state.prefetcher.forget_from(0)
+    with changed(state, told), scenes.asking(*kinds):
+        state.end_ingest()
+        before = state.counters()
+        wait(device)
+        began = time.perf_counter()
+        answer = session.ask(QUESTION, 1)
+        wait(device)
+        whole = time.perf_counter() - began
+    after = state.counters()
+    found = {"ttft_s": answer.ttft_s, "whole_s": whole, "recall": scenes.recall(answer, kinds)}
+    for names, prefix in ((WIRE, "host_"), (FETCH, "fetch_")):
+        for one in names:
+            if prefix + one in after:
+                found[one] = after[prefix + one] - before[prefix + one]
+    return found
+
+
+def grown(session: mmaccel.VideoSession, scenes: Scenes, sizes: Sizes, until: int) -> None:
+    """A session's planted stream up to frame number `until`."""
+    if session.frames:
+        scenes.go_on(session, until)
+    else:
+        scenes.open(session, (sizes.side, sizes.side), until)
+
+
+def spread(ttft: Sequence[float]) -> dict[str, float]:
+    """Median and 95th percentile of the seconds to the first token."""
+    some = sorted(ttft)
+    return {
+        "p50_s": statistics.median(some),
+        "p95_s": some[min(len(some) - 1, round(0.95 * (len(some) - 1)))],
+        "questions": len(some),
+    }
+
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "rekv, a copy a frame": ("rekv", {"store": CopiesEach}),
@@ -218,21 +303,10 @@ def steps() -> list[Step]:
     found: list[tuple[str, float, Callable[[argparse.Namespace, Log], None]]] = [
         ("question", 120.0, question_step),
         ("profile", 60.0, profile_step),
-        ("budgets", 40.0, budgets_step),
         ("encode", 200.0, encode_step),
-        ("rivals", 70.0, rivals_step),
-        ("splits", 60.0, splits_step),
-        ("lengths", 90.0, lengths_step),
-        ("day", 240.0, day_step),
         ("memory", 150.0, memory_step),
-        ("whole", 120.0, whole_step),
-        ("streams", 150.0, streams_step),
         ("ingest:short", 260.0, ingest_step("frames")),
         ("ingest:long", 420.0, ingest_step("late")),
-        ("drafted", 200.0, drafted_step),
-        ("ingest:spread", 120.0, spread_step),
-        ("capped:tiny", 150.0, capped_step("tiny-ov")),
-        ("capped:7b", 330.0, capped_step(SHAPE)),
     ]
     return [Step(*one) for one in found]
 
@@ -243,8 +317,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--shrink", type=int, default=1, help="the tiny model, and all lengths divided: a smoke test"
     )
-    # A host that feeds several devices is to wait for none of them.
-    os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     run_steps(steps(), parser.parse_args(argv))
 
 

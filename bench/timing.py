@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -14,7 +15,17 @@ import torch
 
 from mmaccel.core.rows import JsonlFile, measurement_conditions, read_rows, write_atomically
 
-__all__ = ["Log", "Times", "compare", "measure", "measurement_conditions", "read_rows", "told", "write_rows"]
+__all__ = [
+    "Log",
+    "Times",
+    "compare",
+    "documented_parser",
+    "measure",
+    "measurement_conditions",
+    "read_rows",
+    "told",
+    "write_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,13 @@ class Log:
     def row(self, **fields: Any) -> None:
         """One result."""
         self._rows.add(fields)
+
+
+def documented_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is a script's docstring, as it stands."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def told(row: dict[str, Any]) -> str:

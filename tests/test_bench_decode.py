@@ -1,15 +1,14 @@
 """The benchmarks of drafts: what is replayed has the chances that rows state, and the commands run from end to end."""
 
-import itertools
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import decode_gpu
-import held
 import pair
 import pytest
+import recommend
 import replayed
 import torch
 from transformers import DynamicCache
@@ -17,12 +16,11 @@ from transformers import DynamicCache
 from mmaccel import Recipe, accelerate, load_model, load_processor
 from mmaccel.cli import answer
 from mmaccel.core.attach import adapter_for
-from mmaccel.models.runner import HFRunner
+from mmaccel.policies.draft import Sequential, Tree
 from mmaccel_lab.eval.caption import caption_cases
 from mmaccel_lab.eval.cases import Film
 from tests import python
-from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.spies import returned
+from tests.models.tiny_random import BUILD
 
 
 @pytest.fixture(autouse=True)
@@ -79,21 +77,9 @@ def test_a_step_that_outlasts_its_time_is_broken_off(monkeypatch: pytest.MonkeyP
         step.run(None, None)  # type: ignore[arg-type]
 
 
-def test_reading_and_saying_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph of a long prompt's pass is larger than the weights."""
-    seen: list[torch.Tensor] = []
-    for name in ("prefill", "step"):
-        returned(monkeypatch, HFRunner, name, lambda made, *_, **__: seen.append(made))
-    model = BUILD["qwen"](layers=1)
-    assert all(p.requires_grad for p in model.parameters())
-    told = pair.read_and_say(model, prompt("qwen", PROMPTS["video"]))
-    assert told["prefill_s"] > 0 and len(told["said"]) == 5
-    assert len(seen) > 6 and not any(x.requires_grad for x in seen)
-
-
 def test_bytes_of_tensors_are_counted_once_and_until_they_go() -> None:
     weight = torch.nn.Linear(8, 4, bias=False)
-    with held.Held([weight]) as counted:
+    with recommend.Held([weight]) as counted:
         assert counted.now == counted.most == 8 * 4 * 4
         made = torch.zeros(16, dtype=torch.float32)
         view = made[4:].view(3, 4)
@@ -116,10 +102,27 @@ def test_the_pipeline_holds_no_more_than_drafting_in_turns(name: str) -> None:
     for kind, more in (("sequential", {}), ("parallel", {"process": False})):
         pruned = {"name": "uv", "retention": 0.1}
         recipe = Recipe(draft={"name": kind, "model": draft, "window": 4, "prune": pruned, **more})
-        with held.Held([model, draft]) as counted, accelerate(model, recipe) as fast:
+        with recommend.Held([model, draft]) as counted, accelerate(model, recipe) as fast:
             answer.generate(fast, inputs, max_new_tokens=32)
         most[kind] = counted.most
     assert min(most.values()) > weights and most["parallel"] <= 1.02 * most["sequential"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["alone", "in turns", "by trees"])
+def test_generations_are_replayed(way: str) -> None:
+    """By the loop and the drafts of the package: what these are given and call is there."""
+    model = BUILD["qwen"](layers=1)
+    target, small = (replayed.after(model, 40, rows=(), keep=keep) for keep in (0.9, None))
+    device = model.device
+    drafts = {
+        "alone": None,
+        "in turns": pair.InTurns(small, device, Sequential(model="shape", window=3), replayed.VOCAB),
+        "by trees": pair.InTrees(small, device, Tree(model="shape"), replayed.VOCAB),
+    }
+    row = replayed.decode([target], [drafts[way]], [40, 40], 24, seed=1)
+    assert row["failed"] == [] and row["tokens"] == 24
+    assert row["a_step"] == 1 if way == "alone" else row["a_step"] > 1.5
 
 
 SHAPE = "llava-onevision-0.5b"
@@ -137,42 +140,14 @@ def run(out: Path, part: str, shrink: int, *words: str, device: str = "cpu") -> 
 @pytest.mark.slow
 def test_the_pipeline_runs_in_two_processes(tmp_path: Path) -> None:
     """The draft is right as often as was asked."""
-    ways = (f"pipeline:{way}" for way in ("steps", "alone", "parallel", "sequential", "tree"))
+    ways = (f"pipeline:{way}" for way in ("alone", "parallel", "sequential", "tree"))
     words = ("--layers", "1", "--draft", SHAPE, "--windows", "3", "--tokens", "12800", "--draws", "1")
     found = run(tmp_path / "rows", "pipeline", 128, *words, "--repeats", "2", "--only", *ways)
     rows = {row["case"]: row for row in found if "case" in row}
-    assert {"step", "alone", "parallel", "sequential", "tree"} <= set(rows)
+    assert {"alone", "parallel", "sequential", "tree"} <= set(rows)
     assert rows["parallel"]["counters"]["post_verify"] > 0 and not rows["parallel"]["failed"]
     assert 0.6 < rows["parallel"]["kept_share"] < 0.95
     assert rows["sequential"]["a_step"] > 1.5 and rows["tree"]["a_step"] > 1.5
-
-
-@pytest.mark.slow
-def test_memory_of_two_processes_and_two_models_on_one_device(tmp_path: Path) -> None:
-    """Both processes are counted, the weights of both models among it."""
-    words = ("--layers", "1", "--draft", SHAPE, "--windows", "3", "--tokens", "1600", "--repeats", "2")
-    only = ("--only", "pipeline:memory", "pipeline:one-device")
-    rows = run(tmp_path / "rows", "pipeline", 64, *words, *only)
-    first, second = (row for row in rows if row.get("case") == "memory")
-    assert (first["way"], second["way"]) == ("parallel", "sequential pruned")
-    weights = 2 * sum(p.nbytes for p in replayed.model_of(SHAPE, "cpu", 1).parameters())
-    for row in (first, second):
-        assert row["failed"] is None and weights < row["total"] == sum(row["bytes"]) < 1.5 * weights
-    assert second["parallel_over_this"] == first["total"] / second["total"]
-    ways = {row["way"]: row for row in rows if row.get("case") == "one device"}
-    assert set(ways) == {"alone", "sequential", "parallel"} and ways["alone"]["speedup"] == 1.0
-    assert ways["parallel"]["failed"] is None and ways["parallel"]["counters"]["post_verify"] > 0
-
-
-@pytest.mark.slow
-def test_a_batch_is_held_against_plain_steps_of_it(tmp_path: Path) -> None:
-    """On one device, through `generate`; what is measured drafts only where that was faster than plain steps."""
-    words = ("--layers", "1", "--draft", SHAPE, "--windows", "3", "--repeats", "1", "--only", "batch:2")
-    (row,) = (row for row in run(tmp_path / "rows", "batch", 64, *words) if "case" in row)
-    assert row["case"] == "batched" and row["sequences"] == 2
-    assert row["always_over_plain"] == row["always_per_s"] / row["plain_per_s"]
-    # A draft as large as its target, on the same core: turns are slower by far.
-    assert row["always_over_plain"] < 1 and row["measured_drafts"] is False
 
 
 @pytest.mark.slow
@@ -198,15 +173,10 @@ def test_a_question_fits_its_shape(shape: str) -> None:
 
 
 @pytest.mark.slow
-def test_ratios_and_a_target_over_devices(tmp_path: Path) -> None:
-    """The rows of Tables 3 and 5, and the whole way with a target whose layers are dealt out."""
-    out, more = tmp_path / "rows", f"--draft-device cpu --draft {SHAPE} --windows 3 --layers 2"
-    words = [*more.split(), "--tokens", "6400", "--draws", "1", "--repeats", "2"]
-    found = run(out, "ratios", 128, *words, device="cpu cpu")
-    ratios = [row for row in found if row.get("case") == "ratios"]
-    assert [row["retention"] for row in ratios] == [1.0, 0.5, 0.1, 0.05, 0.01, 0.0]
-    assert all(one["byte_ratio"] <= two["byte_ratio"] for one, two in itertools.pairwise(ratios))
+def test_a_target_over_devices(tmp_path: Path) -> None:
+    """The whole way with a target whose layers are dealt out."""
+    more = f"--draft-device cpu --draft {SHAPE} --windows 3 --layers 2 --tokens 6400 --draws 1 --repeats 2"
     only = ("pipeline:alone", "pipeline:parallel:3", "pipeline:end:alone", "pipeline:end:parallel")
-    found = run(out, "pipeline", 128, *words, "--only", *only, device="cpu cpu")
+    found = run(tmp_path / "rows", "pipeline", 128, *more.split(), "--only", *only, device="cpu cpu")
     ways = {row["way"]: row for row in found if row.get("case") == "end"}
     assert ways["parallel"]["failed"] is None and ways["parallel"]["a_step"] > 1

@@ -85,21 +85,6 @@ def test_attention_of_others_is_timed_beside(tmp_path: Path) -> None:
     assert told == [("vertical_slash_frames", "the other")]
 
 
-def test_families_beside_the_scaled_first_shape(tmp_path: Path) -> None:
-    few = ["--shrink", "512", "--repeats", "2", "--questions", "2"]
-    rows = run("families", tmp_path / "rows.jsonl", *few)
-    shapes = ["qwen2.5-vl-7b", "qwen3-vl-8b", "qwen3.5-9b", "internvl3.5-8b", "glm-4.1v-9b"]
-    for case in ("prefill", "decode", "question"):
-        found = [row for row in rows if row.get("case") == case]
-        assert [row["shape"] for row in found] == shapes
-        assert "ratio" not in found[0] and all(row["seconds"] > 0 < row["work"] for row in found)
-        for row in found[1:]:
-            scaled = found[0]["seconds"] * row["work"] / found[0]["work"]
-            assert row["scaled_s"] == pytest.approx(scaled)
-            assert row["ratio"] == pytest.approx(row["seconds"] / scaled)
-    assert all(row["captured"] for row in rows if row.get("case") == "decode")
-
-
 def prefill(out: Path, *only: str) -> list[Row]:
     few = "--shrink 2048 --quick --dtype float32 --heads 4 2 --size 16"
     return run("prefill", out, *few.split(), "--only", *only)

@@ -104,10 +104,9 @@ def hidden_states(
         else:
             own = layer.self_attn
             out, seen = own.o_proj, _attention(own, x, norm, centre, cos, sin, batch, branches)
-        x = HALVES["_text_after"](
-            x, seen, out.weight, layer.post_attention_layernorm.weight + centre,
-            mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight,
-        )  # fmt: skip
+        layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        scale = layer.post_attention_layernorm.weight + centre
+        x = HALVES["_gated_after"](x, seen, both(out), scale, *map(both, layers))
         if depth < len(deep):
             x = x + torch.zeros_like(embeds).masked_scatter(shown, deep[depth]).flatten(0, 1)
     return rms(x, text.norm.weight + centre).unflatten(0, (batch, -1)), halfway
@@ -117,16 +116,10 @@ def _attention(
     own: Any, x: Tensor, norm: Tensor, centre: float, cos: Tensor, sin: Tensor, batch: int, branches: Branches
 ) -> Tensor:
     """What the heads of a layer see [T, H * D]."""
-    gate = x.new_empty(0)
-    if hasattr(own, "q_norm"):
-        weights = (own.q_proj.weight, own.k_proj.weight, own.v_proj.weight)
-        scales = (own.q_norm.weight + centre, own.k_norm.weight + centre)
-        rows = HEAD * own.q_proj.weight.shape[0] // own.o_proj.weight.shape[1]
-        *qkv, gate = HALVES["_normed_before"](x, norm, *weights, *scales, cos, sin, rows)
-    else:
-        qkv = HALVES["_text_before"](
-            x, norm, *both(own.q_proj), *both(own.k_proj), *both(own.v_proj), cos, sin
-        )
+    scales = (own.q_norm.weight + centre, own.k_norm.weight + centre) if hasattr(own, "q_norm") else ()
+    rows = HEAD * own.q_proj.weight.shape[0] // own.o_proj.weight.shape[1]
+    weights = map(both, (own.q_proj, own.k_proj, own.v_proj))
+    *qkv, gate = HALVES["_text_before"](x, norm, *weights, scales, cos, sin, rows)
     query, key, value = (t.unflatten(0, (batch, -1)).transpose(1, 2) for t in qkv)
     seen = branch_attention(query, key, value, branches).transpose(1, 2).reshape(x.shape[0], -1)
     return seen * gate.flatten(1).sigmoid() if gate.numel() else seen

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from mmaccel.models.shipped import CAPTION_REQUEST
 from mmaccel_lab import world
@@ -40,7 +41,7 @@ _BESIDE = 0.1
 
 @dataclass
 class Batch:
-    """Arrays of one step.
+    """Arrays of one step, or tensors (`mmaccel_lab.train.step.upload`).
 
     `ids` [B, P + N]; `positions` [B, P + N] or [3, B, P + N]; `branch` [B, N] (-1 is padding); `length` [B] true
     prefix lengths; `prefix` is P. `rows`, `columns`, `labels`, `kinds`, `weights` [L]: the label at [row, P + column]
@@ -48,28 +49,30 @@ class Batch:
     `table`: render table of all frames in reading order; `codec` [F]: strength of the codec loss, 0 is none.
     `recall` [C, tokens of a frame]: where, in the flattened ids, the tokens of frames that have a past to remember are,
     and `past` [C, 4]: what that past is (see `mmaccel_lab.train.probe.Recall`). `notes` [M]: where the colours in notes are,
-    and `owners` [M]: whose they are, by place in `OBJECTS`. `chunks`: of models with layers that carry a state.
+    and `owners` [M]: whose they are, by place in `OBJECTS`. `chunks`: of models with layers that carry a state. `seen`: who
+    sees whom (`mmaccel_lab.tiny.forward.see`), once it is on a device.
     """
 
     plan: Plan
-    ids: Ids
-    positions: Ids
-    branch: Ids
-    length: Ids
-    rows: Ids
-    columns: Ids
-    labels: Ids
-    kinds: Ids
-    weights: NDArray[np.float32]
-    answers: Ids
-    table: dict[str, NDArray[Any]]
-    codec: NDArray[np.float32]
-    recall: Ids
-    past: Ids
-    notes: Ids
-    owners: Ids
+    ids: Any
+    positions: Any
+    branch: Any
+    length: Any
+    rows: Any
+    columns: Any
+    labels: Any
+    kinds: Any
+    weights: Any
+    answers: Any
+    table: dict[str, Any]
+    codec: Any
+    recall: Any
+    past: Any
+    notes: Any
+    owners: Any
     videos: int
     chunks: Chunks | None = None
+    seen: Tensor | None = None
 
     @property
     def prefix(self) -> int:

@@ -115,5 +115,7 @@ HALVES: dict[str, Callable[..., Any]] = {
 
 def compile_layers() -> None:
     """Compile the halves of a layer, once for all layers, lengths and frame counts."""
+    # One half may serve text and frames, with gradients and without: each is a graph of its own.
+    torch.compiler.config.recompile_limit = 16
     for name, half in HALVES.items():
         HALVES[name] = torch.compile(half, dynamic=True)

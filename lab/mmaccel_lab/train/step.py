@@ -37,11 +37,8 @@ class Seen:
 
 def look(model: Any, spec: Spec, feed: Batch, frames: Tensor) -> Seen:
     """Run a batch."""
-    branches = forward.Branches(feed.prefix, feed.seen, feed.chunks)
     features = tower.encode(model, spec, frames)
-    states, halfway = forward.hidden_states(
-        model, spec, feed.ids, feed.positions, features, feed.videos, branches
-    )
+    states, halfway = forward.hidden_states(model, spec, feed, features)
     return Seen(states, features[..., : spec.hidden], halfway[feed.recall], halfway[feed.notes])
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from mmaccel_lab.tiny.configs import HEAD
 
 EPS = 1e-6
+Tensors = tuple[Tensor, ...]
 Pair = tuple[Tensor, Tensor | None]
 """The weight of a layer, and its bias if it has one."""
 
@@ -49,8 +50,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _text_before(
-    x: Tensor, norm: Tensor, q: Pair, k: Pair, v: Pair, scales: tuple[Tensor, ...], cos: Tensor, sin: Tensor, rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, norm: Tensor, q: Pair, k: Pair, v: Pair, scales: Tensors, cos: Tensor, sin: Tensor, rows: int
+) -> Tensors:
     """Rows [T, E] -> queries [T, H, D], keys and values [T, G, D], the first two rotated by cos and sin [T, D], and normed
     before where there are two `scales`; then what is left [T, H, rows - D] of the `rows` of `q` of a head: its gate, or
     nothing."""
@@ -66,7 +67,7 @@ def _text_before(
 
 def _delta_before(
     x: Tensor, norm: Tensor, wqkv: Tensor, wz: Tensor, wb: Tensor, wa: Tensor, rate: Tensor, shift: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Tensors:
     """Rows [T, E] -> what is convolved [T, C], gates [T, H * D], logarithms of decay and strengths of writing [T, H]."""
     y = rms(x, norm)
     decay = -rate.float().exp() * F.softplus(linear(y, wa).float() + shift)
@@ -93,13 +94,13 @@ def _plain_after(x: Tensor, seen: Tensor, out: Pair, norm: Pair, first: Pair, se
     return x + linear(F.gelu(linear(normed(x, *norm), *first), approximate="tanh"), *second)
 
 
-def _siglip_before(x: Tensor, norm: Pair, q: Pair, k: Pair, v: Pair) -> tuple[Tensor, Tensor, Tensor]:
+def _siglip_before(x: Tensor, norm: Pair, q: Pair, k: Pair, v: Pair) -> Tensors:
     """Patches [F, P, C] -> queries, keys and values [F, P, C]."""
     y = normed(x, *norm)
     return linear(y, *q), linear(y, *k), linear(y, *v)
 
 
-def _qwen_before(x: Tensor, norm: Pair, qkv: Pair, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _qwen_before(x: Tensor, norm: Pair, qkv: Pair, cos: Tensor, sin: Tensor) -> Tensors:
     """Patches [F, P, C] -> [F, P, heads, D] each, rotated by cos and sin [P, 1, D]."""
     query, key, value = linear(normed(x, *norm), *qkv).unflatten(-1, (3, -1, cos.shape[-1])).unbind(2)
     return turn(query, cos, sin), turn(key, cos, sin), value

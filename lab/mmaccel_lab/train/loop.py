@@ -8,6 +8,7 @@ import math
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,7 @@ class Trainer:
         try:
             # The first batch waits for workers to start, the first step compiles; the schedule must not pass meanwhile.
             batch = feeder.next(self.progress)
-            clock: _Clock | None = None
+            clock: Callable[[], float] | None = None
             saved = quick = time.monotonic()
             while not self.stopped and self.progress < options.stop_at:
                 try:
@@ -217,8 +218,8 @@ class Trainer:
                     self.optimiser.zero_grad(set_to_none=True)
                     torch.cuda.empty_cache()
                 self.step += 1
-                clock = clock or _Clock(options, self.progress)
-                self.progress = self.step / options.steps if options.steps else clock.progress()
+                clock = clock or _clock(options, self.progress)
+                self.progress = self.step / options.steps if options.steps else clock()
                 if self.progress >= options.stop_at:
                     break
                 if meter.due() and not meter.report():
@@ -292,17 +293,13 @@ class Trainer:
         return scores
 
 
-class _Clock:
+def _clock(options: Options, start: float) -> Callable[[], float]:
     """Progress by wall clock: from where it started to one at the end of the training part of the run."""
-
-    def __init__(self, options: Options, start: float) -> None:
-        # Kept back for saving and export, and at the end of the schedule for the evaluation.
-        margin = min(42.0 if options.stop_at >= 1 else 12.0, 0.25 * options.seconds)
-        self._from, self._start, self._way = time.monotonic(), start, options.stop_at - start
-        self._span = max(1e-3, options.began + options.seconds - margin - self._from)
-
-    def progress(self) -> float:
-        return self._start + self._way * (time.monotonic() - self._from) / self._span
+    # Kept back for saving and export, and at the end of the schedule for the evaluation.
+    margin = min(42.0 if options.stop_at >= 1 else 12.0, 0.25 * options.seconds)
+    begun, way = time.monotonic(), options.stop_at - start
+    span = max(1e-3, options.began + options.seconds - margin - begun)
+    return lambda: start + way * (time.monotonic() - begun) / span
 
 
 class _Meter:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from mmaccel.cli.console import print_json
 from mmaccel.core.errors import WorldError
 
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the first world.")]
 Videos = Annotated[
     Path | None, typer.Option("--videos", help="Keep the mp4 files here and use those that are there.")
 ]
-GO_ON = "; the same command goes on from what --out holds"
+Documents = Annotated[bool, typer.Option("--documents", help="Text between video segments (MM-NIAH).")]
+Segments = Annotated[int, typer.Option("--segments", min=1, help="Video segments of a document.")]
 
 
 def kinds_of(text: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -28,13 +31,13 @@ def kinds_of(text: str, known: Sequence[str]) -> tuple[str, ...]:
     return checked_kinds(asked, known)
 
 
-def lengths_of(text: str) -> list[int]:
+def lengths_of(text: str, option: str = "--frames") -> list[int]:
     """Numbers of frames from a list with commas."""
     parts = _parts(text)
     wrong = [part for part in parts if not (part.isascii() and part.isdigit()) or int(part) < 1]
     if wrong or not parts:
         raise WorldError(
-            f"--frames: {wrong[0] if wrong else text!r} is not a number of frames; give for example 8,32,128."
+            f"{option}: {wrong[0] if wrong else text!r} is not a number of frames; give for example 8,32,128."
         )
     return [int(part) for part in parts]
 
@@ -46,6 +49,45 @@ def check_segments(lengths: list[int], segments: int) -> None:
             raise WorldError(
                 f"--frames: {length} does not divide into {segments} segments; give a multiple of it."
             )
+
+
+def check_place(option: str, path: Path | None) -> None:
+    """Raise `WorldError` for a path at which no file can be written."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise WorldError(f"{option}: {path} is not a place for a file; name a file in a folder that exists.")
+
+
+@contextmanager
+def shown(
+    as_json: bool,
+    answered: Callable[[], int],
+    result: Callable[[bool], Mapping[str, Any]],
+    table: Callable[[], None],
+    goes_on: bool = False,
+) -> Iterator[None]:
+    """Ask inside. What was answered is shown at the end, also after Ctrl-C (then with status 130) or when something broke.
+
+    answered  how many answers there are
+    result    what is shown as JSON, told whether all was answered
+    table     shows it otherwise
+    goes_on   whether the same command takes up from what `--out` holds, as one who stops it is told
+    """
+    whole = stopped = False
+    try:
+        yield
+        whole = True
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        count = answered()
+        # An error before the first answer is told alone.
+        if as_json and (whole or stopped or count):
+            print_json(result(whole))
+        elif not as_json and (whole or count):
+            table()
+    if stopped:
+        tell_stop(count, "; the same command goes on from what --out holds" if goes_on else "")
+        raise typer.Exit(130)
 
 
 def tell_stop(answered: int, more: str = "") -> None:

@@ -11,7 +11,8 @@ from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Draft, Dtype, Json, Model
 from mmaccel.cli.console import echo, format_number, out, print_json, progress_bars, progress_callback, remark
 from mmaccel.core.errors import WorldError
-from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, kinds_of, lengths_of, tell_stop
+from mmaccel_lab.cli import arguments
+from mmaccel_lab.cli.arguments import Documents, Seed, Segments, Videos
 
 if TYPE_CHECKING:
     from mmaccel_lab.eval.needle import Tally
@@ -34,10 +35,8 @@ def needle(
     samples: Samples = 20,
     seed: Seed = 0,
     kind: Annotated[str, typer.Option("--kind", help="Kinds with commas, or all.")] = "needle",
-    documents: Annotated[
-        bool, typer.Option("--documents", help="Text between video segments (MM-NIAH).")
-    ] = False,
-    segments: Annotated[int, typer.Option("--segments", min=1, help="Video segments of a document.")] = 4,
+    documents: Documents = False,
+    segments: Segments = 4,
     videos: Videos = None,
     draft: Draft = None,
     device: Device = "auto",
@@ -53,9 +52,9 @@ def needle(
     checked_seed(seed)
     known = ALL_DOCUMENT_KINDS if documents else KINDS
     asked: tuple[str, ...] = DOCUMENT_KINDS if documents and kind == "needle" else ()
-    asked = asked or (known if kind == "all" else kinds_of(kind, known))
-    lengths = lengths_of(frames)
-    check_segments(lengths, segments if documents else 1)
+    asked = asked or (known if kind == "all" else arguments.kinds_of(kind, known))
+    lengths = arguments.lengths_of(frames)
+    arguments.check_segments(lengths, segments if documents else 1)
     chosen = choices.load_recipe(recipe, draft)
     choices.check_recipe_on_model(chosen, model, device)
     processor = choices.load_supported_processor(model)
@@ -63,55 +62,41 @@ def needle(
     tally = Tally(recipe)
     for length in lengths:
         tally.expect(length, asked, samples)
-    stopped, whole = False, False
-    try:
-        with progress_bars() as progress, Film(videos, progress_callback(progress)) as film:
-            per_frame = tokens_per_frame(processor) if documents else 0
-            for length in lengths:
-                bar = progress.add_task(f"{length:>5}", total=samples * len(asked), unit="questions")
-                todo = cases(
-                    length,
-                    samples,
-                    seed_at(seed, length),
-                    asked,
-                    documents=segments if documents else 0,
-                    tokens_per_frame=per_frame or 16,
-                )
-                for judged in judge(loaded, processor, {recipe: chosen}, todo, film):
-                    tally.add(judged)
-                    progress.advance(bar)
-        whole = True
-    except KeyboardInterrupt:
-        stopped = True
-    finally:
-        # Also when something broke: what was answered is not lost.
+
+    def result(whole: bool) -> dict[str, Any]:
         rows, missing = tally.rows(), tally.missing()
-        # An error before the first answer is told alone.
-        worth = whole or stopped or any(row["asked"] for row in rows)
-        if worth and as_json:
-            print_json(
-                {
-                    "model": model,
-                    "recipe": recipe,
-                    "seed": seed,
-                    "kinds": list(asked),
-                    "documents": documents,
-                    "accuracy": {str(row["frames"]): row["accuracy"] for row in rows},
-                    "lengths": rows,
-                    "complete": whole and not missing,
-                    "missing": missing,
-                }
-            )
-        elif whole or any(row["asked"] for row in rows):
-            out().print(_rows(tally, asked))
-    for one in missing if whole else ():
-        told = "{asked} of {wanted} {kind} questions at {frames} frames: too few worlds have one.".format(
-            **one
-        )
-        remark(told)
-    if stopped:
-        tell_stop(sum(row["asked"] for row in rows))
-        raise typer.Exit(130)
+        return {
+            "model": model,
+            "recipe": recipe,
+            "seed": seed,
+            "kinds": list(asked),
+            "documents": documents,
+            "accuracy": {str(row["frames"]): row["accuracy"] for row in rows},
+            "lengths": rows,
+            "complete": whole and not missing,
+            "missing": missing,
+        }
+
+    def answered() -> int:
+        return sum(row["asked"] for row in tally.rows())
+
+    with (
+        arguments.shown(as_json, answered, result, lambda: out().print(_rows(tally, asked))),
+        progress_bars() as progress,
+        Film(videos, progress_callback(progress)) as film,
+    ):
+        more: dict[str, Any] = {}
+        if documents:
+            more = {"documents": segments, "tokens_per_frame": tokens_per_frame(processor)}
+        for length in lengths:
+            bar = progress.add_task(f"{length:>5}", total=samples * len(asked), unit="questions")
+            todo = cases(length, samples, seed_at(seed, length), asked, **more)
+            for judged in judge(loaded, processor, {recipe: chosen}, todo, film):
+                tally.add(judged)
+                progress.advance(bar)
+    for one in tally.missing():
+        told = "{asked} of {wanted} {kind} questions at {frames} frames: too few worlds have one."
+        remark(told.format(**one))
 
 
 @app.command()
@@ -162,7 +147,7 @@ def caption(
             told_line += f", the draft agrees on {format_number(shares['agreement'], '.1%')}"
         echo(told_line)
     if stopped:
-        tell_stop(len(rows))
+        arguments.tell_stop(len(rows))
         raise typer.Exit(130)
 
 
@@ -199,83 +184,50 @@ def table(
     from mmaccel_lab.eval.table import ENTRIES, markdown, measure, order
 
     checked_seed(seed)
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise WorldError(f"--out: {output} is not a place for a file; name a file in a folder that exists.")
+    arguments.check_place("--out", output)
     chosen = choices.load_recipe(recipe)
     choices.check_recipe_on_model(chosen, model, device)
     partner = draft or (f"{model}-draft" if f"{model}-draft" in NAMES else None)
     load = partial(_load, model, partner, device, dtype)
     entries = [entry for entry in ENTRIES if entry.tokens <= most_tokens]
-    begun = _begun(output, {"model": model, "recipe": recipe, "draft": partner, "seed": seed})
+    facts = {"model": model, "recipe": recipe, "draft": partner, "seed": seed}
+    begun = _begun(output, facts)
     lines = list(begun)
-    stopped, whole = False, False
 
-    def result() -> dict[str, Any]:
-        return {
-            "model": model,
-            "recipe": recipe,
-            "draft": partner,
-            "seed": seed,
-            "samples": samples,
-            "lines": [line.to_dict() for line in lines],
-            "markdown": markdown(lines),
-            "complete": whole,
-        }
+    def result(whole: bool) -> dict[str, Any]:
+        told = {"lines": [line.to_dict() for line in lines], "markdown": markdown(lines)}
+        return {**facts, "samples": samples, **told, "complete": whole}
 
-    def write() -> None:
+    def write(whole: bool = False) -> None:
         if output is not None:
-            output.write_text(json.dumps(result(), indent=2) + "\n", encoding="utf-8")
+            output.write_text(json.dumps(result(whole), indent=2) + "\n", encoding="utf-8")
 
-    try:
-        with progress_bars() as progress, Film(videos, progress_callback(progress)) as film:
-            bar = progress.add_task("table", total=None, unit="")
+    how: dict[str, Any] = dict(samples=samples, seed=seed, recipe=chosen, entries=entries, done=begun)
+    shows = (lambda: len(lines)), result, (lambda: echo(markdown(lines)))
+    with (
+        arguments.shown(as_json, *shows, goes_on=output is not None),
+        progress_bars() as progress,
+        Film(videos, progress_callback(progress)) as film,
+    ):
+        bar = progress.add_task("table", total=None, unit="")
 
-            def told(task: str, done: int, total: int) -> None:
-                progress.update(bar, description=task, completed=done, total=total)
+        def told(task: str, done: int, total: int) -> None:
+            progress.update(bar, description=task, completed=done, total=total)
 
+        try:
             if jobs > 1:
-                job = Job(
-                    load=load,
-                    samples=samples,
-                    seed=seed,
-                    recipe=chosen,
-                    entries=entries,
-                    done=begun,
-                    videos=videos,
-                )
-                measured = measure_in(jobs, job, told)
+                measured = measure_in(jobs, Job(load=load, videos=videos, **how), told)
             else:
                 loaded, processor, second = load()
-                measured = measure(
-                    loaded,
-                    processor,
-                    film,
-                    samples=samples,
-                    seed=seed,
-                    recipe=chosen,
-                    draft=second,
-                    entries=entries,
-                    progress=told,
-                    done=begun,
-                )
+                measured = measure(loaded, processor, film, draft=second, progress=told, **how)
             for line in measured:
                 lines.append(line)
                 lines.sort(key=order)
                 write()
-        whole = True
-    except KeyboardInterrupt:
-        stopped = True
-    finally:
-        # An error before the first answer is told alone.
-        worth = whole or stopped or bool(lines)
-        if worth and as_json:
-            print_json(result())
-        elif lines or whole:
-            echo(markdown(lines))
-    write()
-    if stopped:
-        tell_stop(len(lines), GO_ON if output is not None else "")
-        raise typer.Exit(130)
+        except KeyboardInterrupt:
+            write()
+            raise
+        write(True)
     if not all(line.met for line in lines):
         raise typer.Exit(1)
 
@@ -308,11 +260,10 @@ def _load(model: str, draft: str | None, device: str, dtype: str) -> tuple[Any, 
 
 
 def _rows(tally: Tally, kinds: tuple[str, ...]) -> Any:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    shown = Table(title=f"accuracy under {tally.recipe}")
-    for head in ("frames", "tokens", "accuracy", "pairs computed", *(kinds if len(kinds) > 1 else ())):
-        shown.add_column(head, justify="right")
+    heads = ("frames", "tokens", "accuracy", "pairs computed", *(kinds if len(kinds) > 1 else ()))
+    shown = Table(*(Column(head, justify="right") for head in heads), title=f"accuracy under {tally.recipe}")
     for row in tally.rows():
         per_kind = [row["kinds"].get(kind) for kind in kinds] if len(kinds) > 1 else []
         cells = ["-" if one is None else f"{one['right']}/{one['asked']}" for one in per_kind]

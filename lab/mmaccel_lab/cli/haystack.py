@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +15,8 @@ from mmaccel.cli.choices import Device, Dtype, Json, Model
 from mmaccel.cli.console import echo, format_number, out, plural, print_json, progress_bars, progress_callback
 from mmaccel.core.errors import UnknownName, WorldError
 from mmaccel.core.recipe import Recipe
-from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, lengths_of, tell_stop
+from mmaccel_lab.cli import arguments
+from mmaccel_lab.cli.arguments import Documents, Seed, Segments, Videos
 
 if TYPE_CHECKING:
     from mmaccel_lab.eval.cases import Case, Film
@@ -27,6 +30,7 @@ Rivals = Annotated[
     list[str] | None,
     typer.Option("--rival", help="A method brought to the share of --level; several, or all."),
 ]
+TITLE = "accuracy, and the mean share of attention computed over the prompts, by frames"
 
 
 def haystack(
@@ -45,10 +49,8 @@ def haystack(
     depths: Annotated[int, typer.Option("--depths", min=1, help="Stretches a video is divided into.")] = 5,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Questions of each cell.")] = 4,
     seed: Seed = 0,
-    documents: Annotated[
-        bool, typer.Option("--documents", help="Text between video segments (MM-NIAH).")
-    ] = False,
-    segments: Annotated[int, typer.Option("--segments", min=1, help="Video segments of a document.")] = 4,
+    documents: Documents = False,
+    segments: Segments = 4,
     videos: Videos = None,
     output: Annotated[
         Path | None,
@@ -70,105 +72,64 @@ def haystack(
     Patterns are followed also where dense attention would be faster. Processes with seeds far apart and files of their own
     share the work, and --rows puts their files together.
     """
+    from mmaccel.core.rows import measurement_conditions
+    from mmaccel_lab.eval.cases import checked_seed
     from mmaccel_lab.eval.haystack import Haystack
     from mmaccel_lab.eval.haystack_log import Log
 
-    for path, option in ((output, "--out"), (picture, "--picture")):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise WorldError(
-                f"{option}: {path} is not a place for a file; name a file in a folder that exists."
-            )
+    arguments.check_place("--out", output)
+    arguments.check_place("--picture", picture)
     if rows:
         log = Log.gathered(rows)
-        found = Haystack(log.settings["depths"], log.shots)
-        _show(found, log.settings, level or "searched", log.missed(), [], True, as_json)
-        _draw(found, picture)
+        told = _Told(Haystack(log.settings["depths"], log.shots), log.settings, level or "searched")
+        told.missed = log.missed()
+        if as_json:
+            print_json(told.result(True))
+        else:
+            told.print(None)
+        told.draw(picture)
         return
-    lengths = lengths_of(frames)
-    check_segments(lengths, segments if documents else 1)
-    run = _Run(
-        model=model,
-        recipes=list(recipe or ["dense", "searched"]),
-        rivals=list(rival or []),
-        level=level,
-        compress=compress,
-        documents=segments if documents else 0,
-        depths=depths,
-        samples=samples,
-        seed=seed,
-        device=device,
-        dtype=dtype,
-    )
-    run.load(output)
-    found = Haystack(depths)
-    stopped, whole = False, False
+    lengths = arguments.lengths_of(frames)
+    arguments.check_segments(lengths, segments if documents else 1)
+    settings = {
+        "model": model,
+        "documents": segments if documents else 0,
+        "depths": depths,
+        "compress": compress,
+        "seed": checked_seed(seed),
+    }
+    methods = methods_of(model, device, recipe or ["dense", "searched"], rival or [], level, compress)
+    processor = choices.load_supported_processor(model)
+    loaded = choices.load_cli_model(model, device, dtype)
+    kept = str(next(loaded.parameters()).dtype).removeprefix("torch.")
+    log = Log(output, settings, measurement_conditions(device, dtype=kept))
+    log.check_yardstick(methods.rivals, methods.yardstick)
+    run = _Run(loaded, processor, methods, log)
+    told = _Told(Haystack(depths), settings, methods.yardstick)
+
+    def answered() -> int:
+        told.found.shots, told.rest = run.answers()
+        told.missed = run.missed()
+        return len(told.found.shots)
+
     try:
-        run.ask(lengths, videos)
-        whole = True
-    except KeyboardInterrupt:
-        stopped = True
-    finally:
-        # Also when something broke: what was answered is not lost.
-        found.shots, rest = run.answers()
-        if whole or found.shots or (stopped and as_json):
-            _show(found, run.settings, run.level, run.missed(), rest, whole, as_json)
-            if rest and not as_json:
-                _tell_rest(rest, output)
-    _draw(found, picture)
-    if stopped:
-        tell_stop(len(found.shots), GO_ON if output is not None else "")
-        raise typer.Exit(130)
+        with arguments.shown(as_json, answered, told.result, partial(told.print, output), output is not None):
+            run.ask(lengths, samples, videos)
+    except typer.Exit:  # stopped
+        told.draw(picture)
+        raise
+    told.draw(picture)
 
 
+@dataclass
 class _Run:
-    """What is asked of what: checked when it is made, before anything is loaded."""
+    """What is asked of what, and what was."""
 
-    log: Log
     loaded: Any
     processor: Any
-
-    def __init__(
-        self,
-        *,
-        model: str,
-        recipes: list[str],
-        rivals: list[str],
-        level: str | None,
-        compress: str | None,
-        documents: int,
-        depths: int,
-        samples: int,
-        seed: int,
-        device: str,
-        dtype: str,
-    ) -> None:
-        from mmaccel_lab.eval.cases import checked_seed
-
-        checked_seed(seed)
-        self.model, self.depths, self.samples, self.seed = model, depths, samples, seed
-        self.documents = documents
-        self.place, self.dtype = device, dtype
-        self.methods = methods_of(model, self.place, recipes, rivals, level, compress)
-        self.level = self.methods.yardstick
-        self.asked: dict[int, list[tuple[int, Case]]] = {}
-        self.settings = {
-            "model": model,
-            "documents": documents,
-            "depths": depths,
-            "compress": compress,
-            "seed": seed,
-        }
-
-    def load(self, output: Path | None) -> None:
-        """The model, its processor and the file."""
-        from mmaccel.core.rows import measurement_conditions
-        from mmaccel_lab.eval.haystack_log import Log
-
-        self.processor = choices.load_supported_processor(self.model)
-        self.loaded = choices.load_cli_model(self.model, self.place, self.dtype)
-        kept = str(next(self.loaded.parameters()).dtype).removeprefix("torch.")
-        self.log = Log(output, self.settings, measurement_conditions(self.place, dtype=kept))
-        self.log.check_yardstick(self.methods.rivals, self.level)
+    methods: Methods
+    log: Log
+    asked: dict[int, list[tuple[int, Case]]] = field(default_factory=dict)
 
     def answers(self) -> tuple[list[Shot], list[Shot]]:
         """What was asked, and what else the file holds."""
@@ -187,17 +148,17 @@ class _Run:
             if one["rival"] in self.methods.rivals and one["frames"] in self.asked
         ]
 
-    def ask(self, lengths: list[int], videos: Path | None) -> None:
+    def ask(self, lengths: list[int], samples: int, videos: Path | None) -> None:
         """Every question that the file lacks, to every method; length by length."""
         from mmaccel_lab.eval.cases import Film, tokens_per_frame
         from mmaccel_lab.eval.haystack import haystack_cases, shots
 
+        depths, documents, seed = (self.log.settings[name] for name in ("depths", "documents", "seed"))
         with progress_bars() as progress, Film(videos, progress_callback(progress)) as film:
-            per_frame = tokens_per_frame(self.processor) if self.documents else 16
-            options = {"documents": self.documents, "tokens_per_frame": per_frame}
-            self.asked = {
-                length: list(haystack_cases(length, self.depths, self.samples, self.seed, **options))
-                for length in lengths
+            per_frame = tokens_per_frame(self.processor) if documents else 16
+            options = {"documents": documents, "tokens_per_frame": per_frame}
+            self.asked |= {
+                length: list(haystack_cases(length, depths, samples, seed, **options)) for length in lengths
             }
             for length, asked in self.asked.items():
                 bar = progress.add_task(f"{length:>5}", total=len(asked), unit="questions")
@@ -216,18 +177,18 @@ class _Run:
         """The rivals at the share that the yardstick computes on the first prompt of a length."""
         from mmaccel.cli.answer import prompt_inputs
         from mmaccel_lab.eval.encoded import Encoded
+        from mmaccel_lab.eval.methods import share
+        from mmaccel_lab.eval.rivals import level
 
         length, methods = case.world.frames, self.methods
         todo = [name for name in methods.rivals if (name, length) not in self.log.levels]
         if todo:
-            seen, inputs = (
-                Encoded(),
-                prompt_inputs(self.processor, case.content(film.watch(case.world)), self.loaded),
-            )
-            wanted = methods.wanted(self.loaded, self.processor, inputs, seen)
+            inputs = prompt_inputs(self.processor, case.content(film.watch(case.world)), self.loaded)
+            measure = partial(share, self.loaded, self.processor, inputs, seen=Encoded())
+            wanted = min(1.0, measure(methods.fixed[methods.yardstick]))
             for done, name in enumerate(todo):
                 told("level", done, len(todo))
-                found = methods.levelled(name, wanted, self.loaded, self.processor, inputs, seen)
+                found = level(methods.rivals[name], wanted, lambda fields: measure(methods.recipe(fields)))
                 self.log.level(name, length, *found, wanted, methods.yardstick)
             told("level", len(todo), len(todo))
         return {name: methods.recipe(self.log.levels[name, length]) for name in methods.rivals}
@@ -299,94 +260,87 @@ def _less(recipe: Recipe, model: str) -> dict[str, Rival]:
     )
 
 
-def _draw(found: Haystack, picture: Path | None) -> None:
-    if picture is not None and found.shots:
-        from mmaccel.figure import save_figure
-        from mmaccel_lab.eval.picture import haystack_maps
+@dataclass
+class _Told:
+    """What is shown of a haystack: the answers asked for, the rivals that missed their share, what else the file holds."""
 
-        save_figure(haystack_maps(found), picture)
+    found: Haystack
+    settings: Mapping[str, Any]
+    yardstick: str
+    missed: list[dict[str, Any]] = field(default_factory=list)
+    rest: Sequence[Shot] = ()
 
+    def gaps(self) -> dict[str, Gap]:
+        """Each recipe beside the yardstick, where that was asked."""
+        names, own = self.found.recipes, self.yardstick
+        return {name: self.found.against(name, own) for name in names if name != own and own in names}
 
-def _show(
-    found: Haystack,
-    settings: Mapping[str, Any],
-    yardstick: str,
-    missed: list[dict[str, Any]],
-    rest: Sequence[Shot],
-    whole: bool,
-    as_json: bool,
-) -> None:
-    """The table, or one JSON object; `rest` is what the file holds beside `found`."""
-    from rich.table import Table
+    def draw(self, picture: Path | None) -> None:
+        """The maps, where a place for them is given and there are answers."""
+        if picture is not None and self.found.shots:
+            from mmaccel.figure import save_figure
+            from mmaccel_lab.eval.picture import haystack_maps
 
-    from mmaccel_lab.eval.haystack import interval
+            save_figure(haystack_maps(self.found), picture)
 
-    gaps = {
-        name: found.against(name, yardstick)
-        for name in found.recipes
-        if name != yardstick and yardstick in found.recipes
-    }
-    if as_json:
-        print_json(
-            {
-                **settings,
-                "rows": found.rows(),
-                "mean": {name: found.mean(name) for name in found.recipes},
-                "interval": {name: list(interval(*found.share(name))) for name in found.recipes},
-                "against": {
-                    name: {
-                        "recipe": yardstick,
-                        "difference": gap.mean,
-                        "interval": [gap.low, gap.high],
-                        "asked": gap.asked,
-                    }
-                    for name, gap in gaps.items()
-                },
-                "missed": missed,
-                "not_asked": {
-                    "answers": len(rest),
-                    "recipes": list(dict.fromkeys(shot.recipe for shot in rest)),
-                    "frames": sorted({shot.frames for shot in rest}),
-                },
-                "complete": whole,
-            }
-        )
-        return
-    shown = Table(title="accuracy, and the mean share of attention computed over the prompts, by frames")
-    shown.add_column("recipe")
-    for frames in found.lengths:
-        shown.add_column(str(frames), justify="right")
-    shown.add_column("mean", justify="right")
-    shown.add_column(f"against {yardstick}", justify="right")
-    rows = {(row["recipe"], row["frames"]): row for row in found.rows()}
-    for name in found.recipes:
-        cells = []
-        for frames in found.lengths:
-            row = rows.get((name, frames), {"accuracy": None, "kept": None})
-            cells.append(f"{format_number(row['accuracy'], '.1%')} ({format_number(row['kept'], '.0%')})")
-        shown.add_row(name, *cells, format_number(found.mean(name), ".1%"), _points(gaps.get(name)))
-    out().print(shown)
-    several = len({one["seed"] for one in missed}) > 1
-    for one in missed:
-        why = "no budget tried comes nearer" if one["budget"] else "it has no budget"
-        run = f" (--seed {one['seed']})" if several else ""
-        echo(
-            f"{one['rival']} computes {one['share']:.1%} of the first prompt of {plural(one['frames'], 'frame')}{run}, "
-            f"and {one['yardstick'] or 'what it is levelled with'} {one['wanted']:.1%}: {why}."
-        )
+    def result(self, whole: bool) -> dict[str, Any]:
+        """All of it, JSON-ready."""
+        from mmaccel_lab.eval.haystack import interval
 
+        found = self.found
+        return {
+            **self.settings,
+            "rows": found.rows(),
+            "mean": {name: found.mean(name) for name in found.recipes},
+            "interval": {name: list(interval(*found.share(name))) for name in found.recipes},
+            "against": {
+                name: {
+                    "recipe": self.yardstick,
+                    "difference": gap.mean,
+                    "interval": [gap.low, gap.high],
+                    "asked": gap.asked,
+                }
+                for name, gap in self.gaps().items()
+            },
+            "missed": self.missed,
+            "not_asked": {
+                "answers": len(self.rest),
+                "recipes": list(dict.fromkeys(shot.recipe for shot in self.rest)),
+                "frames": sorted({shot.frames for shot in self.rest}),
+            },
+            "complete": whole,
+        }
 
-def _tell_rest(rest: Sequence[Shot], path: Path | None) -> None:
-    names = ", ".join(dict.fromkeys(shot.recipe for shot in rest))
-    lengths = ", ".join(str(frames) for frames in sorted({shot.frames for shot in rest}))
-    echo(
-        f"{path} also holds {plural(len(rest), 'answer')} not asked for here ({names}; {lengths} frames): "
-        f"--rows {path} shows all."
-    )
+    def print(self, path: Path | None) -> None:
+        """The table, and remarks; `path` is the file that holds the rest."""
+        from rich.table import Column, Table
 
-
-def _points(gap: Gap | None) -> str:
-    """A gap in points, with its interval."""
-    if gap is None:
-        return ""
-    return f"{100 * gap.mean:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
+        found, gaps = self.found, self.gaps()
+        heads = (*map(str, found.lengths), "mean", f"against {self.yardstick}")
+        shown = Table("recipe", *(Column(head, justify="right") for head in heads), title=TITLE)
+        rows = {(row["recipe"], row["frames"]): row for row in found.rows()}
+        for name in found.recipes:
+            cells = []
+            for frames in found.lengths:
+                row = rows.get((name, frames), {"accuracy": None, "kept": None})
+                cells.append(f"{format_number(row['accuracy'], '.1%')} ({format_number(row['kept'], '.0%')})")
+            points = ""
+            if (gap := gaps.get(name)) is not None:
+                points = f"{100 * gap.mean:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
+            shown.add_row(name, *cells, format_number(found.mean(name), ".1%"), points)
+        out().print(shown)
+        several = len({one["seed"] for one in self.missed}) > 1
+        for one in self.missed:
+            why = "no budget tried comes nearer" if one["budget"] else "it has no budget"
+            run = f" (--seed {one['seed']})" if several else ""
+            echo(
+                f"{one['rival']} computes {one['share']:.1%} of the first prompt of {plural(one['frames'], 'frame')}{run}, "
+                f"and {one['yardstick'] or 'what it is levelled with'} {one['wanted']:.1%}: {why}."
+            )
+        if self.rest:
+            names = ", ".join(dict.fromkeys(shot.recipe for shot in self.rest))
+            lengths = ", ".join(map(str, sorted({shot.frames for shot in self.rest})))
+            echo(
+                f"{path} also holds {plural(len(self.rest), 'answer')} not asked for here ({names}; {lengths} frames): "
+                f"--rows {path} shows all."
+            )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,11 +12,11 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, Model
-from mmaccel.cli.console import out, print_json, progress_bars
+from mmaccel.cli.console import out, progress_bars
 from mmaccel.core.errors import RecipeError, WorldError, quoted
 from mmaccel.core.files import outside
 from mmaccel.core.recipe import read_recipe_fields
-from mmaccel_lab.cli.arguments import Seed, kinds_of, lengths_of, tell_stop
+from mmaccel_lab.cli.arguments import Seed, check_place, kinds_of, lengths_of, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,65 +71,45 @@ def stream(
     asked = KINDS if kind == "all" else kinds_of(kind, KINDS)
     if not 0 <= still <= 1:
         raise WorldError(f"--still: {still} is no share; give 0 to 1.")
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise WorldError(f"--out: {output} is not a place for a file; name a file in a folder that exists.")
-    try:
-        sizes = lengths_of(budgets)
-    except WorldError as error:
-        raise WorldError(str(error).replace("--frames", "--budgets", 1)) from error
-    names = list(memory or MEMORIES)
-    chosen = [memory_of(name) for name in names]
+    check_place("--out", output)
+    sizes = lengths_of(budgets, "--budgets")
+    chosen = [memory_of(name) for name in memory or MEMORIES]
     entries(chosen, sizes, window, tokens=1)  # what is wrong with a memory is told before anything is loaded
     processor = choices.load_supported_processor(model)
     compared = memories_for(processor, chosen, sizes, window)
     loaded = choices.load_cli_model(model, device, dtype)
     films = worlds_of(frames, worlds, seed)
     found: list[Shot] = []
-    stopped, whole = False, False
-    file = None if output is None else output.open("w", encoding="utf-8")
-    try:
-        with progress_bars() as progress:
-            bar = progress.add_task("stream", total=None, unit="frames")
-            for shot in shots(
-                loaded,
-                processor,
-                compared,
-                films,
-                kinds=asked,
-                still=still,
-                call=call,
-                progress=lambda n: progress.advance(bar, n),
-            ):
-                found.append(shot)
-                if file is not None:
-                    file.write(json.dumps(shot.to_dict()) + "\n")
-                    file.flush()
-        whole = True
-    except KeyboardInterrupt:
-        stopped = True
-    finally:
-        if file is not None:
-            file.close()
-        told = rows(found)
-        shown = list(dict.fromkeys(entry.name for entry in compared))
-        against = [row for other in shown[1:] for row in paired(found, shown[0], other)]
-        # An error before the first answer is told alone.
-        worth = whole or stopped or bool(found)
-        if worth and as_json:
-            facts = {
-                "model": model,
-                "frames": frames,
-                "worlds": worlds,
-                "window": window,
-                "still": still,
-                "call": call,
-            }
-            print_json({**facts, "seed": seed, "complete": whole, "rows": told, "paired": against})
-        elif found or whole:
-            out().print(_table(told))
-    if stopped:
-        tell_stop(len(found))
-        raise typer.Exit(130)
+
+    def result(whole: bool) -> dict[str, Any]:
+        names = list(dict.fromkeys(entry.name for entry in compared))
+        return {
+            "model": model,
+            "frames": frames,
+            "worlds": worlds,
+            "window": window,
+            "still": still,
+            "call": call,
+            "seed": seed,
+            "complete": whole,
+            "rows": rows(found),
+            "paired": [row for other in names[1:] for row in paired(found, names[0], other)],
+        }
+
+    with (
+        shown(as_json, lambda: len(found), result, lambda: out().print(_table(rows(found)))),
+        nullcontext() if output is None else output.open("w", encoding="utf-8") as file,
+        progress_bars() as progress,
+    ):
+        bar = progress.add_task("stream", total=None, unit="frames")
+        how: dict[str, Any] = dict(
+            kinds=asked, still=still, call=call, progress=partial(progress.advance, bar)
+        )
+        for shot in shots(loaded, processor, compared, films, **how):
+            found.append(shot)
+            if file is not None:
+                file.write(json.dumps(shot.to_dict()) + "\n")
+                file.flush()
 
 
 def memory_of(text: str) -> str | dict[str, Any]:
@@ -153,9 +135,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table()
-    for head in HEADS:
-        table.add_column(head)
+    table = Table(*HEADS)
     for row in rows:
         cells = (
             row["memory"],

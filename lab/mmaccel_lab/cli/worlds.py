@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -131,7 +131,16 @@ def demo(
                 "seeds": used,
                 "skipped": skipped,
                 "accuracy": shares,
-                "cases": [_told(one) for one in seen],
+                "cases": [
+                    {
+                        "seed": one.case.world.seed,
+                        "kind": one.case.kind,
+                        "question": one.case.question,
+                        "truth": one.case.answer,
+                        "said": {name: answer.text for name, answer in one.answers.items()},
+                    }
+                    for one in seen
+                ],
                 "complete": whole,
             }
         )
@@ -169,25 +178,11 @@ def _todo(seed: int, worlds: int, frames: int, kinds: tuple[str, ...]) -> list[C
     raise WorldError(f"too few worlds of {frames} frames ask all of {', '.join(kinds)}; give more frames.")
 
 
-def _told(judged: Judged) -> dict[str, Any]:
-    case = judged.case
-    said = {name: answer.text for name, answer in judged.answers.items()}
-    return {
-        "seed": case.world.seed,
-        "kind": case.kind,
-        "question": case.question,
-        "truth": case.answer,
-        "said": said,
-    }
-
-
 def _table(seen: list[Judged], recipes: Sequence[str]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="every answer; a wrong one in brackets")
-    for head in ("world", "question", "truth", *recipes):
-        table.add_column(head)
+    table = Table("world", "question", "truth", *recipes, title="every answer; a wrong one in brackets")
     last = None
     for judged in seen:
         case = judged.case

@@ -7,15 +7,15 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any
 
 from mmaccel import media
 from mmaccel.core.errors import WorldError
 from mmaccel.media import Video
-from mmaccel_lab.world import Document, World, write_mp4
+from mmaccel_lab.world import Document, Question, World, write_mp4
 
 Piece = tuple[Any, ...]
 DOCUMENT_KINDS: tuple[str, ...] = ("needle",)
@@ -66,6 +66,18 @@ class Case:
         return said.strip().lower() == self.answer
 
 
+def subject(
+    seed: int, frames: int, documents: int, tokens_per_frame: int
+) -> tuple[World, tuple[Piece, ...], Callable[[Sequence[str]], list[Question]]]:
+    """The world of a seed, what is shown of it (its video, or a document of so many video segments), and the questions of
+    given kinds about that."""
+    if documents:
+        document = Document.generate(seed, frames, documents, tokens_per_frame)
+        return document.world, document.pieces, document.questions
+    world = World.generate(seed, frames)
+    return world, (("video", 0, frames),), world.questions
+
+
 def cases(
     frames: int,
     samples: int,
@@ -88,14 +100,9 @@ def cases(
         wanted = [kind for kind in kinds if left[kind]]
         if not wanted:
             return
-        if documents:
-            document = Document.generate(number, frames, documents, tokens_per_frame)
-            world, pieces, source = document.world, document.pieces, document.questions
-        else:
-            world = World.generate(number, frames)
-            pieces, source = (("video", 0, frames),), world.questions
+        world, pieces, questions = subject(number, frames, documents, tokens_per_frame)
         for kind in wanted:
-            asked = source([kind])
+            asked = questions([kind])
             if asked:
                 question = asked[number % len(asked)]
                 left[kind] -= 1
@@ -125,26 +132,20 @@ class Film(AbstractContextManager["Film"]):
         mark = hashlib.sha256(told).hexdigest()[:12]
         return self.folder / f"{world.style}-{world.frames}-{world.seed}-{mark}.mp4"
 
-    def _counter(self, what: str) -> Callable[[int, int | None], None] | None:
-        tell = self._progress
-        return None if tell is None else lambda done, total: tell(what, done, total)
-
     def watch(self, world: World) -> Video:
         """Every frame of the world's file, as a reader of the file sees it."""
-        path = self.path(world)
+        path, tell = self.path(world), self._progress
         if self._last is not None and self._last[0] == path:
             return self._last[1]
         if self._last is not None and self._temporary is not None:
             self._last[0].unlink(missing_ok=True)
         if not path.is_file():
-            write_mp4(world, path, progress=self._counter("write"))
-        video = media.read(path, progress=self._counter("read"))
+            write_mp4(world, path, progress=tell and partial(tell, "write"))
+        video = media.read(path, progress=tell and partial(tell, "read"))
         self._last = (path, video)
         return video
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *broken: object) -> None:
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -154,8 +155,6 @@ def tokens_per_frame(processor: Any) -> int:
     world = World.generate(0, 3)
     with Film() as film:
         video = film.watch(world)
-    lengths = []
-    for count in (1, 3):
-        piece = {"type": "video", "video": video.slice_frames(0, count)}
-        lengths.append(processor.chat([piece])["input_ids"].shape[1])
+    pieces = [{"type": "video", "video": video.slice_frames(0, count)} for count in (1, 3)]
+    lengths = [processor.chat([piece])["input_ids"].shape[1] for piece in pieces]
     return int((lengths[1] - lengths[0]) // 2)

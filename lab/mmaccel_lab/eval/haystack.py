@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -17,11 +17,11 @@ from torch import nn
 from mmaccel.cli.answer import Answer
 from mmaccel.core.errors import warn
 from mmaccel.core.recipe import Recipe
-from mmaccel_lab.eval.cases import Case, Film
+from mmaccel_lab.eval.cases import Case, Film, subject
 from mmaccel_lab.eval.encoded import Encoded
-from mmaccel_lab.eval.needle import judge
+from mmaccel_lab.eval.needle import judge, mean
 from mmaccel_lab.eval.rivals import computed
-from mmaccel_lab.world import Document, World
+from mmaccel_lab.world import World
 
 MOST_WORLDS = 400
 """So many worlds are tried at a length; more would not fill a depth that the first ones left open."""
@@ -50,10 +50,6 @@ class Shot:
         right, kept = case.right(answer.raw), computed(answer.report)
         return cls(recipe, world.frames, depth, world.seed, case.question, right, report.prompt_tokens, kept)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
-
 
 def haystack_cases(
     frames: int,
@@ -74,13 +70,8 @@ def haystack_cases(
     for number in range(seed, seed + worlds):
         if not any(left):
             return
-        if documents:
-            document = Document.generate(number, frames, documents, tokens_per_frame)
-            world, pieces, asked = document.world, document.pieces, document.questions(["needle"])
-        else:
-            world = World.generate(number, frames)
-            pieces, asked = (("video", 0, frames),), world.questions(["needle"])
-        for question in asked:
+        world, pieces, questions = subject(number, frames, documents, tokens_per_frame)
+        for question in questions(["needle"]):
             depth = question.frames[0] * depths // frames
             if left[depth]:
                 left[depth] -= 1
@@ -103,11 +94,8 @@ def whole_films(
         cards = World.generate(number, frames).cards
         if len({card.frame * depths // frames for card in cards}) < depths:
             continue
-        asked: dict[int, Case] = {}
-        for depth, case in haystack_cases(
-            frames, depths, 1, number, documents=documents, tokens_per_frame=tokens_per_frame, worlds=1
-        ):
-            asked[depth] = case
+        more = {"documents": documents, "tokens_per_frame": tokens_per_frame}
+        asked = dict(haystack_cases(frames, depths, 1, number, worlds=1, **more))
         if len(asked) == depths:
             found += 1
             yield tuple(asked[depth] for depth in range(depths))
@@ -214,13 +202,11 @@ class Haystack:
 
     def mean(self, recipe: str) -> float | None:
         """The mean accuracy over the cells of the map, each cell weighing the same; None before the first answer."""
-        shares = [right / asked for right, asked in self.cells(recipe).values()]
-        return sum(shares) / len(shares) if shares else None
+        return mean([right / asked for right, asked in self.cells(recipe).values()])
 
     def kept(self, recipe: str, frames: int) -> float | None:
         """The mean share of attention computed at one length."""
-        told = [s.kept for s in self._of(recipe) if s.frames == frames and s.kept is not None]
-        return sum(told) / len(told) if told else None
+        return mean([s.kept for s in self._of(recipe) if s.frames == frames and s.kept is not None])
 
     def against(self, recipe: str, other: str) -> Gap:
         """How much more often `recipe` is right than `other`, over the questions both were asked."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class Log:
         """Add answers."""
         for shot in shots:
             self._keep(shot)
-            self._put(shot.to_dict())
+            self._put(asdict(shot))
 
     def level(
         self, name: str, frames: int, fields: dict[str, Any], share: float, wanted: float, yardstick: str

@@ -98,6 +98,7 @@ def _work(job: Job, share: tuple[int, int], told: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
+    how = {name: value for name, value in vars(job).items() if name not in ("load", "videos")}
     try:
         model, processor, draft = job.load()
         with Film(job.videos) as film:
@@ -105,14 +106,10 @@ def _work(job: Job, share: tuple[int, int], told: Any) -> None:
                 model,
                 processor,
                 film,
-                samples=job.samples,
-                seed=job.seed,
-                recipe=job.recipe,
                 draft=draft,
-                entries=job.entries,
                 progress=lambda *what: told.put((share[0], "progress", what)),
                 share=share,
-                done=job.done,
+                **how,
             ):
                 told.put((share[0], "line", line))
         told.put((share[0], "done", None))

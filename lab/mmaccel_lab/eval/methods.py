@@ -14,7 +14,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.recipe import Recipe
 from mmaccel_lab.eval.encoded import Encoded
-from mmaccel_lab.eval.rivals import Fields, Rival, computed, left, level
+from mmaccel_lab.eval.rivals import Fields, Rival, computed, left
 
 
 @dataclass(frozen=True)
@@ -30,26 +30,6 @@ class Methods:
     def recipe(self, fields: Fields) -> Recipe:
         """A rival's recipe."""
         return Recipe.load({**self.more, **fields})
-
-    def wanted(self, model: nn.Module, processor: Any, inputs: Mapping[str, Tensor], seen: Encoded) -> float:
-        """The share of attention that the yardstick computes on a prompt."""
-        return min(1.0, share(model, processor, inputs, self.fixed[self.yardstick], seen))
-
-    def levelled(
-        self,
-        name: str,
-        wanted: float,
-        model: nn.Module,
-        processor: Any,
-        inputs: Mapping[str, Tensor],
-        seen: Encoded,
-    ) -> tuple[Fields, float]:
-        """The fields of a rival that computes `wanted` of a prompt's attention, or as near as it comes, and its share."""
-
-        def measure(fields: Fields) -> float:
-            return share(model, processor, inputs, self.recipe(fields), seen)
-
-        return level(self.rivals[name], wanted, measure)
 
 
 def share(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,32 +87,32 @@ class Tally:
 
     def rows(self) -> list[dict[str, Any]]:
         """One mapping for each length, shortest first."""
-        return [
-            _row(frames, seen, self._wanted.get(frames, {})) for frames, seen in sorted(self._seen.items())
-        ]
+        rows = []
+        for frames, seen in sorted(self._seen.items()):
+            kinds = {kind: {"right": 0, "asked": 0} for kind in self._wanted.get(frames, ())}
+            for kind, right, _, _ in seen:
+                tally = kinds.setdefault(kind, {"right": 0, "asked": 0})
+                tally["right"] += right
+                tally["asked"] += 1
+            total = sum(tally["right"] for tally in kinds.values())
+            rows.append(
+                {
+                    "frames": frames,
+                    "tokens": round(sum(tokens for _, _, tokens, _ in seen) / len(seen)) if seen else None,
+                    "accuracy": total / len(seen) if seen else None,
+                    "right": total,
+                    "asked": len(seen),
+                    "kept": mean([kept for *_, kept in seen if kept is not None]),
+                    "kinds": kinds,
+                }
+            )
+        return rows
 
     def share(self) -> float | None:
         """The share right over everything; None before the first case."""
-        every = [right for seen in self._seen.values() for _, right, _, _ in seen]
-        return sum(every) / len(every) if every else None
+        return mean([right for seen in self._seen.values() for _, right, _, _ in seen])
 
 
-def _row(
-    frames: int, seen: list[tuple[str, bool, int, float | None]], wanted: Iterable[str]
-) -> dict[str, Any]:
-    kinds: dict[str, list[int]] = {kind: [0, 0] for kind in wanted}
-    for kind, right, _, _ in seen:
-        tally = kinds.setdefault(kind, [0, 0])
-        tally[0] += right
-        tally[1] += 1
-    kept = [k for _, _, _, k in seen if k is not None]
-    total = sum(right for right, _ in kinds.values())
-    return {
-        "frames": frames,
-        "tokens": round(sum(tokens for _, _, tokens, _ in seen) / len(seen)) if seen else None,
-        "accuracy": total / len(seen) if seen else None,
-        "right": total,
-        "asked": len(seen),
-        "kept": sum(kept) / len(kept) if kept else None,
-        "kinds": {kind: {"right": right, "asked": asked} for kind, (right, asked) in kinds.items()},
-    }
+def mean(values: Sequence[float]) -> float | None:
+    """The mean; None of nothing."""
+    return sum(values) / len(values) if values else None

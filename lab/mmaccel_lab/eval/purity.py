@@ -32,11 +32,8 @@ class Clustering:
 def shown(world: World, frames_per_unit: int) -> Tensor:
     """[units] what each unit of `frames_per_unit` frames shows: a number for each scene, then one for each card."""
     scenes = list(dict.fromkeys(segment.scene for segment in world.segments))
-    label = torch.cat(
-        [
-            torch.full((segment.stop - segment.start,), scenes.index(segment.scene))
-            for segment in world.segments
-        ]
+    label = torch.tensor(
+        [scenes.index(one.scene) for one in world.segments for _ in range(one.start, one.stop)]
     )
     for number, card in enumerate(world.cards):
         label[card.frame] = len(scenes) + number

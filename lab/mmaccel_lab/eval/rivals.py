@@ -44,17 +44,12 @@ def _sparse(name: str, **fields: Any) -> Fields:
     return {"sparse": {"name": name, **fields}}
 
 
-def _a_shape(m: float) -> Fields:
-    return _sparse("a_shape", sink=_tokens(128 * m), window=_tokens(4096 * m))
+def _prune(name: str, retention: float) -> Fields:
+    return {"prune": {"name": name, "retention": min(1.0, retention)}}
 
 
-def _tri_shape(m: float) -> Fields:
-    return _sparse("tri_shape", sink=_tokens(128 * m), window=_tokens(4096 * m))
-
-
-def _sf_fixed(m: float) -> Fields:
-    # Table 2 has one column a frame, the least there is; more of them are what Child et al. grow it by.
-    return _sparse("sf_fixed", summary=_tokens(m))
+def _ends(name: str, m: float) -> Fields:
+    return _sparse(name, sink=_tokens(128 * m), window=_tokens(4096 * m))
 
 
 def _minference(m: float) -> Fields:
@@ -68,14 +63,6 @@ def _block_topk(m: float) -> Fields:
     return _sparse("block_topk", budget=1.0, top=_tokens(64 * m), sink=_tokens(128 * m))
 
 
-def _visionzip(m: float) -> Fields:
-    return {"prune": {"name": "visionzip", "retention": min(1.0, 64 / 196 * m)}}
-
-
-def _fastv(m: float) -> Fields:
-    return {"prune": {"name": "fastv", "retention": min(1.0, 0.5 * m)}}
-
-
 @dataclass(frozen=True)
 class Rival:
     """A method: the recipe's fields at a multiple of its budgets, and whether there is a budget at all."""
@@ -85,14 +72,15 @@ class Rival:
 
 
 RIVALS: Mapping[str, Rival] = {
-    "a_shape": Rival(_a_shape),
-    "tri_shape": Rival(_tri_shape),
-    "sf_fixed": Rival(_sf_fixed),
+    "a_shape": Rival(lambda m: _ends("a_shape", m)),
+    "tri_shape": Rival(lambda m: _ends("tri_shape", m)),
+    # Table 2 has one column a frame, the least there is; more of them are what Child et al. grow it by.
+    "sf_fixed": Rival(lambda m: _sparse("sf_fixed", summary=_tokens(m))),
     "sf_strided": Rival(lambda m: _sparse("sf_strided"), budget=False),
     "minference": Rival(_minference),
     "block_topk": Rival(_block_topk),
-    "visionzip": Rival(_visionzip),
-    "fastv": Rival(_fastv),
+    "visionzip": Rival(lambda m: _prune("visionzip", 64 / 196 * m)),
+    "fastv": Rival(lambda m: _prune("fastv", 0.5 * m)),
 }
 """Name -> method."""
 

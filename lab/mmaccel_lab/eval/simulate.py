@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -116,15 +117,8 @@ def simulate(keep: float | Sequence[bool], window: int, costs: Costs, tokens: in
     keep: a probability, or the fate of each drafted token that is judged, in order (replayed; then it starts again).
     """
     dice = random.Random(seed)
-    fates = None if isinstance(keep, float | int) else list(keep)
-    judged = 0
-
-    def kept() -> bool:
-        nonlocal judged
-        judged += 1
-        if fates is None:
-            return dice.random() < keep  # type: ignore[operator]
-        return fates[(judged - 1) % len(fates)]
+    chance = keep if isinstance(keep, float | int) else 0.0
+    fates = cycle(keep) if isinstance(keep, Sequence) else iter(lambda: dice.random() < chance, None)
 
     # Events: (time, kind); the draft delivers whole windows, the target whole verdicts, and they meet when both are done.
     events: list[tuple[float, int, str]] = []
@@ -150,7 +144,7 @@ def simulate(keep: float | Sequence[bool], window: int, costs: Costs, tokens: in
         whole = True
         for _ in range(ahead + 1):
             out += 1
-            if not kept():
+            if not next(fates):
                 whole = False
                 break
             streak += 1

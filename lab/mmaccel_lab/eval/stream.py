@@ -192,19 +192,18 @@ def shots(
                         if progress is not None:
                             progress(1)
                 if watched is not None:
-                    name, budget = entries[0].name, entries[-1].budget
-                    watched(_watch(session, name, budget, world, seconds, found, told))
+                    watched(_watch(session, entries, world, seconds, found, told))
 
 
 def _watch(
     session: Viewing,
-    name: str,
-    budget: int | None,
+    entries: Sequence[Entry],
     world: World,
     seconds: float,
     clusters: dict[str, Clustering],
     told: int,
 ) -> Watch:
+    name, budget = entries[0].name, entries[-1].budget
     counters, caption, rate, steps = session.counters(), "", None, None
     # Twice: on CUDA steps are captured when they are first run.
     for _ in range(2 if told else 0):

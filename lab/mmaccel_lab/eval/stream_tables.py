@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mmaccel_lab.eval.haystack import Gap, Z, interval
+from mmaccel_lab.eval.needle import mean
 from mmaccel_lab.eval.stream import Shot, Watch
 
 Ask = tuple[int, int, str]
@@ -36,16 +37,14 @@ def rows(found: Sequence[Shot]) -> list[dict[str, Any]]:
                 "accuracy": right / n,
                 "low": low,
                 "high": high,
-                "recall": sum(one.recall for one in some) / n,
-                "alone": sum(one.alone for one in some) / n,
-                "seen": sum(one.seen for one in some) / n,
+                **{name: sum(getattr(one, name) for one in some) / n for name in ("recall", "alone", "seen")},
                 "off": min(one.off for one in some),
                 "ttft_s": sorted(one.ttft_s for one in some)[n // 2],
-                "named": _mean([float(one.named) for one in some if one.right and one.named is not None]),
+                "named": mean([float(one.named) for one in some if one.right and one.named is not None]),
             }
             parts.append(row)
             told.append({**base, **row})
-        mean = {
+        means = {
             name: sum(row[name] for row in parts) / len(parts)
             for name in ("accuracy", "recall", "alone", "seen")
         }
@@ -56,12 +55,12 @@ def rows(found: Sequence[Shot]) -> list[dict[str, Any]]:
                 **base,
                 "kind": "all",
                 "questions": sum(row["questions"] for row in parts),
-                **mean,
-                "low": max(0.0, mean["accuracy"] - margin),
-                "high": min(1.0, mean["accuracy"] + margin),
+                **means,
+                "low": max(0.0, means["accuracy"] - margin),
+                "high": min(1.0, means["accuracy"] + margin),
                 "off": min(row["off"] for row in parts),
                 "ttft_s": sum(row["ttft_s"] for row in parts) / len(parts),
-                "named": _mean([row["named"] for row in parts if row["named"] is not None]),
+                "named": mean([row["named"] for row in parts if row["named"] is not None]),
             }
         )
     return told
@@ -134,10 +133,6 @@ def watches(found: Sequence[Watch]) -> list[dict[str, Any]]:
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in rows[0]}
-
-
-def _mean(some: Sequence[float]) -> float | None:
-    return sum(some) / len(some) if some else None
 
 
 def _ask(shot: Shot) -> Ask:

@@ -17,7 +17,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel_lab.eval.caption import agreement, caption_cases, caption_scores
 from mmaccel_lab.eval.cases import DOCUMENT_KINDS, Film, cases, seed_at, tokens_per_frame
-from mmaccel_lab.eval.needle import Judged, Tally, judge
+from mmaccel_lab.eval.needle import Tally, judge
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,8 @@ class Line:
 
     @property
     def met(self) -> bool:
-        return (
-            self.value is not None
-            and self.least <= self.value
-            and (self.most is None or self.value <= self.most)
-        )
+        most = float("inf") if self.most is None else self.most
+        return self.value is not None and self.least <= self.value <= most
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -105,86 +102,50 @@ def measure(
     Entries whose lines are among `done` are left out.
     `share` (i, n): only every nth question or caption from the ith on, and no draft step; see `mmaccel_lab.eval.jobs`.
     """
-    per_frame = tokens_per_frame(processor)
+    per_frame, on = tokens_per_frame(processor), device_of(model)
     chosen = recipe if recipe is not None else Recipe()
     there = {(line.task, line.frames) for line in done}
+
+    def told(entry: Entry, done: int, total: int) -> None:
+        if progress is not None:
+            progress(f"{entry.task} {entry.tokens}", done, total)
+
+    def questions(entry: Entry, frames: int, count: int) -> Line:
+        tally, done = Tally("measured"), 0
+        more = {"documents": entry.documents, "tokens_per_frame": per_frame}
+        asked = cases(frames, count, seed_at(seed, frames), entry.kinds, **more)
+        mine = islice(asked, share[0], None, share[1])
+        for done, judged in enumerate(judge(model, processor, {"measured": chosen}, mine, film), 1):
+            tally.add(judged)
+            told(entry, done, count * len(entry.kinds))
+        rows = tally.rows()
+        tokens = (rows[0]["tokens"] if rows else None) or entry.tokens
+        return Line(entry.task, frames, tokens, tally.share(), done, entry.least, entry.most, on)
+
+    def captions(entry: Entry, frames: int, count: int) -> Iterator[Line]:
+        rows: list[Mapping[str, int]] = []
+        mine = islice(caption_cases(frames, count, seed_at(seed, frames)), share[0], None, share[1])
+        for row in caption_scores(model, processor, mine, film, recipe=chosen, draft=draft):
+            rows.append(row)
+            told(entry, len(rows), count)
+        shares = agreement(rows)
+        tokens = int(shares["tokens"] or 0)
+        yield Line("caption", frames, entry.tokens, shares["accuracy"], tokens, entry.least, entry.most, on)
+        if draft is not None:
+            yield Line("draft agrees", frames, entry.tokens, shares["agreement"], tokens, *AGREEMENT, on)
+
     for entry in entries:
         count = samples if isinstance(samples, int) else samples(entry)
         frames = frames_of(entry, per_frame)
-        told = entry.task if entry.kinds or draft is None else "draft agrees"
-        if (told, frames) in there:
+        task = entry.task if entry.kinds or draft is None else "draft agrees"
+        if (task, frames) in there:
             continue
         if entry.kinds:
-            yield _questions(
-                model, processor, film, entry, frames, count, seed, chosen, per_frame, progress, share
-            )
+            yield questions(entry, frames, count)
         else:
-            yield from _captions(
-                model, processor, film, entry, frames, count, seed, chosen, draft, progress, share
-            )
+            yield from captions(entry, frames, count)
     if draft is not None and share == (0, 1) and ("draft step", 0) not in there:
         yield step_line(model, draft)
-
-
-def _questions(
-    model: nn.Module,
-    processor: Any,
-    film: Film,
-    entry: Entry,
-    frames: int,
-    count: int,
-    seed: int,
-    recipe: Recipe,
-    per_frame: int,
-    progress: Callable[[str, int, int], None] | None,
-    share: tuple[int, int],
-) -> Line:
-    tally = Tally("measured")
-    asked = cases(
-        frames,
-        count,
-        seed_at(seed, frames),
-        entry.kinds,
-        documents=entry.documents,
-        tokens_per_frame=per_frame,
-    )
-    done = 0
-    mine = islice(asked, share[0], None, share[1])
-    for judged in judge(model, processor, {"measured": recipe}, mine, film):
-        tally.add(judged)
-        done += 1
-        if progress is not None:
-            progress(f"{entry.task} {entry.tokens}", done, count * len(entry.kinds))
-    rows = tally.rows()
-    tokens = (rows[0]["tokens"] if rows else None) or entry.tokens
-    return Line(entry.task, frames, tokens, tally.share(), done, entry.least, entry.most, device_of(model))
-
-
-def _captions(
-    model: nn.Module,
-    processor: Any,
-    film: Film,
-    entry: Entry,
-    frames: int,
-    count: int,
-    seed: int,
-    recipe: Recipe,
-    draft: nn.Module | None,
-    progress: Callable[[str, int, int], None] | None,
-    share: tuple[int, int],
-) -> Iterator[Line]:
-    rows: list[Mapping[str, int]] = []
-    told = islice(caption_cases(frames, count, seed_at(seed, frames)), share[0], None, share[1])
-    for row in caption_scores(model, processor, told, film, recipe=recipe, draft=draft):
-        rows.append(row)
-        if progress is not None:
-            progress(f"caption {entry.tokens}", len(rows), count)
-    shares = agreement(rows)
-    tokens = int(shares["tokens"] or 0)
-    on = device_of(model)
-    yield Line("caption", frames, entry.tokens, shares["accuracy"], tokens, entry.least, entry.most, on)
-    if draft is not None:
-        yield Line("draft agrees", frames, entry.tokens, shares["agreement"], tokens, *AGREEMENT, on)
 
 
 def order(line: Line) -> tuple[int, int]:
@@ -275,6 +236,3 @@ def _required(line: Line) -> str:
     if line.most is None:
         return f"at least {_value(line, line.least)}"
     return f"{_value(line, line.least)} to {_value(line, line.most)}"
-
-
-__all__ = ["ENTRIES", "Entry", "Judged", "Line", "frames_of", "markdown", "measure", "step_ratio"]

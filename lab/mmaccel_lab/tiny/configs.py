@@ -96,6 +96,8 @@ _SMALL: dict[str, Any] = dict(
     heads=4,
     kv_heads=2,
 )
+QWEN = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}
+"""What the stock classes of a type of model are called."""
 SIDE = 8
 """Rows and columns of the learned places of patches, where a tower has them."""
 
@@ -197,37 +199,8 @@ def _llava(spec: Spec) -> PreTrainedModel:
 
 
 def _qwen(spec: Spec) -> PreTrainedModel:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    config = Qwen2_5_VLConfig(
-        text_config=_text(spec),
-        vision_config=dict(
-            depth=spec.vision_layers,
-            hidden_size=spec.vision_width,
-            intermediate_size=spec.vision_inner,
-            num_heads=spec.vision_heads,
-            patch_size=PATCH,
-            spatial_merge_size=2,
-            temporal_patch_size=1,
-            window_size=16 * PATCH,
-            fullatt_block_indexes=list(range(spec.vision_layers)),
-            out_hidden_size=spec.hidden,
-            # One temporal step a frame at the world's frame a second; a fraction would be cut to 0 by transformers 5.17.
-            tokens_per_second=1,
-        ),
-        image_token_id=SPECIAL.index("<|image_pad|>"),
-        video_token_id=SPECIAL.index("<|video_pad|>"),
-        vision_start_token_id=SPECIAL.index("<|vision_start|>"),
-        vision_end_token_id=SPECIAL.index("<|vision_end|>"),
-        tie_word_embeddings=True,
-    )
-    return Qwen2_5_VLForConditionalGeneration(config)
-
-
-def _qwen3(spec: Spec) -> PreTrainedModel:
     import transformers
 
-    name = "Qwen3_5" if spec.kinds else "Qwen3VL"
     vision: dict[str, Any] = dict(
         depth=spec.vision_layers,
         hidden_size=spec.vision_width,
@@ -236,11 +209,17 @@ def _qwen3(spec: Spec) -> PreTrainedModel:
         patch_size=PATCH,
         spatial_merge_size=2,
         temporal_patch_size=1,
-        num_position_embeddings=SIDE * SIDE,
         out_hidden_size=spec.hidden,
     )
-    if not spec.kinds:
+    if spec.stamped:
+        vision["num_position_embeddings"] = SIDE * SIDE
+    else:
+        # One temporal step a frame at the world's frame a second; a fraction would be cut to 0 by transformers 5.17.
+        vision["tokens_per_second"] = 1
+        vision |= dict(window_size=16 * PATCH, fullatt_block_indexes=list(range(spec.vision_layers)))
+    if spec.model_type == "qwen3_vl":
         vision["deepstack_visual_indexes"] = list(spec.deepstack)
+    name = QWEN[spec.model_type]
     config = getattr(transformers, f"{name}Config")(
         text_config=_text(spec),
         vision_config=vision,
@@ -260,6 +239,5 @@ def build_model(spec: Spec, seed: int = 0) -> PreTrainedModel:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = _qwen3 if spec.stamped else _qwen if spec.mrope else _llava
-        model = made(spec)
+        model = (_qwen if spec.mrope else _llava)(spec)
     return model.eval()

@@ -8,7 +8,7 @@ ways by pointer doubling, in as many steps as the logarithm of the longest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,16 @@ class Chunks:
     back: Any
     longest: int
 
-    def to(self, device: torch.device) -> Chunks:
-        """The arrays as tensors on `device`."""
-        made: dict[str, Any] = {
-            one.name: torch.from_numpy(value).to(device, non_blocking=True)
-            for one in fields(self)
-            if isinstance(value := getattr(self, one.name), np.ndarray)
-        }
-        return replace(self, **made)
+
+def on(device: torch.device, value: Any) -> Any:
+    """Arrays as tensors on `device`: `value` itself, those of a mapping and those of a dataclass; the rest as it is."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value).to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {name: on(device, one) for name, one in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{name: on(device, one) for name, one in vars(value).items()})
+    return value
 
 
 def chunked(length: NDArray[np.int64], branch: NDArray[np.int64], prefix: int) -> Chunks:

@@ -7,7 +7,6 @@ have were it alone; so one pass gives the logits of as many separate prompts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,18 +18,6 @@ from mmaccel_lab.tiny.configs import HEAD, Spec
 from mmaccel_lab.tiny.halves import HALVES, both, rms
 
 
-@dataclass(frozen=True)
-class Branches:
-    """The first `prefix` columns are causal, the rest see what `seen` says.
-
-    `seen`: bool [B, 1, N, prefix + N], or None when there are no branches. `chunks`: the same for layers that carry a state.
-    """
-
-    prefix: int
-    seen: Tensor | None
-    chunks: delta.Chunks | None = None
-
-
 def see(prefix_length: Tensor, branch: Tensor, prefix: int) -> Tensor:
     """Who sees whom: [B] true prefix lengths, [B, N] branch numbers (-1 is padding) -> bool [B, 1, N, prefix + N]."""
     count = branch.shape[1]
@@ -40,18 +27,16 @@ def see(prefix_length: Tensor, branch: Tensor, prefix: int) -> Tensor:
     return torch.cat((past[:, None, :].expand(-1, count, -1), own), 2)[:, None]
 
 
-def branch_attention(query: Tensor, key: Tensor, value: Tensor, branches: Branches) -> Tensor:
-    """[B, H, S, D] attention of queries [B, H, S, D] over keys and values [B, G, S, D] under `branches`."""
-    split = branches.prefix
+def branch_attention(query: Tensor, key: Tensor, value: Tensor, split: int, seen: Tensor) -> Tensor:
+    """[B, H, S, D] attention of queries [B, H, S, D] over keys and values [B, G, S, D]: the first `split` columns are
+    causal, the rest see what `seen` [B, 1, S - split, S] says."""
     # The kernels that take a mask want as many key heads as query heads.
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     first = F.scaled_dot_product_attention(
         query[:, :, :split], key[:, :, :split], value[:, :, :split], is_causal=True
     )
-    if branches.seen is None:
-        return first
-    rest = F.scaled_dot_product_attention(query[:, :, split:], key, value, attn_mask=branches.seen)
+    rest = F.scaled_dot_product_attention(query[:, :, split:], key, value, attn_mask=seen)
     return torch.cat((first, rest), 2)
 
 
@@ -74,74 +59,67 @@ def _rotation(spec: Spec, positions: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def hidden_states(
-    model: Any, spec: Spec, ids: Tensor, positions: Tensor, features: Tensor, videos: int, branches: Branches
-) -> tuple[Tensor, Tensor]:
-    """Last hidden states [B, S, hidden] of ids [B, S] whose video tokens are filled by `features` in reading order, and
-    the states [B * S, hidden] halfway up the layers.
+def hidden_states(model: Any, spec: Spec, batch: Any, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Last hidden states [B, S, hidden] of a batch whose video tokens are filled by `features` in reading order, and the
+    states [B * S, hidden] halfway up the layers.
 
-    `features`: what `encode` gave. `positions`: [B, S], or [3, B, S] for M-RoPE. `videos`: how
-    many videos of equal length the frames make up.
+    `features`: what `encode` gave. Of the batch count `ids` [B, S], `positions` [B, S], or [3, B, S] for M-RoPE, how many
+    `videos` of equal length the frames make up, and who sees whom: `prefix` and `seen` (`see`), and `chunks` for layers that
+    carry a state.
     """
     text = model.model.language_model
-    embeds = F.embedding(ids, text.embed_tokens.weight).to(features.dtype)
+    embeds = F.embedding(batch.ids, text.embed_tokens.weight).to(features.dtype)
     if spec.newline:
-        features = features.reshape(videos, -1, features.shape[-1])
-        newline = model.model.image_newline.to(features.dtype).expand(videos, 1, -1)
+        features = features.reshape(batch.videos, -1, features.shape[-1])
+        newline = model.model.image_newline.to(features.dtype).expand(batch.videos, 1, -1)
         features = torch.cat((features, newline), 1)
-    shown = (ids == model.config.video_token_id)[..., None]
+    shown = (batch.ids == model.config.video_token_id)[..., None]
     features, *deep = features.split(spec.hidden, -1)
     x = embeds.masked_scatter(shown, features).flatten(0, 1)
-    cos, sin = _rotation(spec, positions)
-    batch, half = ids.shape[0], (len(text.layers) + 1) // 2
+    cos, sin = _rotation(spec, batch.positions)
+    half = (len(text.layers) + 1) // 2
     halfway = x
     centre = 1.0 if spec.kinds else 0.0  # Qwen3.5 keeps its scales less one
     for depth, layer in enumerate(text.layers):
         halfway = x if depth == half else halfway
         mlp, norm = layer.mlp, layer.input_layernorm.weight + centre
         if hasattr(layer, "linear_attn"):
-            out, seen = layer.linear_attn.out_proj, _delta(layer.linear_attn, x, norm, branches)
+            out, seen = layer.linear_attn.out_proj, _delta(layer.linear_attn, x, norm, batch.chunks)
         else:
             own = layer.self_attn
-            out, seen = own.o_proj, _attention(own, x, norm, centre, cos, sin, batch, branches)
-        x = HALVES["_text_after"](
-            x, seen, out.weight, layer.post_attention_layernorm.weight + centre,
-            mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight,
-        )  # fmt: skip
+            out, seen = own.o_proj, _attention(own, x, norm, centre, cos, sin, batch)
+        layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        scale = layer.post_attention_layernorm.weight + centre
+        x = HALVES["_gated_after"](x, seen, both(out), scale, *map(both, layers))
         if depth < len(deep):
             x = x + torch.zeros_like(embeds).masked_scatter(shown, deep[depth]).flatten(0, 1)
-    return rms(x, text.norm.weight + centre).unflatten(0, (batch, -1)), halfway
+    return rms(x, text.norm.weight + centre).unflatten(0, (len(batch.ids), -1)), halfway
 
 
 def _attention(
-    own: Any, x: Tensor, norm: Tensor, centre: float, cos: Tensor, sin: Tensor, batch: int, branches: Branches
+    own: Any, x: Tensor, norm: Tensor, centre: float, cos: Tensor, sin: Tensor, batch: Any
 ) -> Tensor:
     """What the heads of a layer see [T, H * D]."""
-    gate = x.new_empty(0)
-    if hasattr(own, "q_norm"):
-        weights = (own.q_proj.weight, own.k_proj.weight, own.v_proj.weight)
-        scales = (own.q_norm.weight + centre, own.k_norm.weight + centre)
-        rows = HEAD * own.q_proj.weight.shape[0] // own.o_proj.weight.shape[1]
-        *qkv, gate = HALVES["_normed_before"](x, norm, *weights, *scales, cos, sin, rows)
-    else:
-        qkv = HALVES["_text_before"](
-            x, norm, *both(own.q_proj), *both(own.k_proj), *both(own.v_proj), cos, sin
-        )
-    query, key, value = (t.unflatten(0, (batch, -1)).transpose(1, 2) for t in qkv)
-    seen = branch_attention(query, key, value, branches).transpose(1, 2).reshape(x.shape[0], -1)
+    scales = (own.q_norm.weight + centre, own.k_norm.weight + centre) if hasattr(own, "q_norm") else ()
+    rows = HEAD * own.q_proj.weight.shape[0] // own.o_proj.weight.shape[1]
+    weights = map(both, (own.q_proj, own.k_proj, own.v_proj))
+    *qkv, gate = HALVES["_text_before"](x, norm, *weights, scales, cos, sin, rows)
+    query, key, value = (t.unflatten(0, (len(batch.ids), -1)).transpose(1, 2) for t in qkv)
+    seen = (
+        branch_attention(query, key, value, batch.prefix, batch.seen).transpose(1, 2).reshape(x.shape[0], -1)
+    )
     return seen * gate.flatten(1).sigmoid() if gate.numel() else seen
 
 
-def _delta(own: Any, x: Tensor, norm: Tensor, branches: Branches) -> Tensor:
+def _delta(own: Any, x: Tensor, norm: Tensor, chunks: delta.Chunks) -> Tensor:
     """What the states of a layer say to each row [T, H * D]."""
-    assert branches.chunks is not None
     weights = (own.in_proj_qkv.weight, own.in_proj_z.weight, own.in_proj_b.weight, own.in_proj_a.weight)
     mixed, gate, decay, write = HALVES["_delta_before"](x, norm, *weights, own.A_log, own.dt_bias)
-    mixed = delta.convolve(mixed, own.conv1d.weight, branches.chunks)
+    mixed = delta.convolve(mixed, own.conv1d.weight, chunks)
     query, key, value = mixed.split([own.key_dim, own.key_dim, own.value_dim], -1)
     heads = (own.head_k_dim, own.head_k_dim, own.head_v_dim)
     query, key, value = (
         one.unflatten(-1, (-1, size)) for one, size in zip((query, key, value), heads, strict=True)
     )
-    seen = delta.mix(query, key, value, decay, write, branches.chunks)
+    seen = delta.mix(query, key, value, decay, write, chunks)
     return HALVES["_delta_gate"](seen, own.norm.weight, gate)  # type: ignore[no-any-return]

@@ -32,38 +32,24 @@ STAMPED = ("qwen3_vl", "qwen3_5")
 # The words of such a time, after all others; each digit is one.
 STAMP: tuple[str, ...] = ("<", ">", "seconds", *"0123456789")
 
+_MARKED = "<|vision_start|><|{}_pad|><|vision_end|>"
+_PADS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+_ENDS = {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+
 # What stands for an image and for a video in a prompt, by model type.
 PLACEHOLDERS: dict[str, dict[str, str]] = {
     "llava_onevision": {"image": "<image>", "video": "<video>"},
-    "qwen2_5_vl": {
-        "image": "<|vision_start|><|image_pad|><|vision_end|>",
-        "video": "<|vision_start|><|video_pad|><|vision_end|>",
-    },
+    "qwen2_5_vl": {"image": _MARKED.format("image"), "video": _MARKED.format("video")},
     # The processor writes the marks around each frame itself.
-    **{
-        kind: {"image": "<|vision_start|><|image_pad|><|vision_end|>", "video": "<|video_pad|>"}
-        for kind in STAMPED
-    },
+    **{kind: {"image": _MARKED.format("image"), "video": "<|video_pad|>"} for kind in STAMPED},
 }
 NAMED: dict[str, dict[str, str]] = {
     "llava_onevision": {"image_token": "<image>", "video_token": "<video>"},
-    "qwen2_5_vl": {
-        "image_token": "<|image_pad|>",
-        "video_token": "<|video_pad|>",
-        "vision_bos_token": "<|vision_start|>",
-        "vision_eos_token": "<|vision_end|>",
-    },
-    **{
-        kind: {
-            "image_token": "<|image_pad|>",
-            "video_token": "<|video_pad|>",
-            "vision_start_token": "<|vision_start|>",
-            "vision_end_token": "<|vision_end|>",
-        }
-        for kind in STAMPED
-    },
+    "qwen2_5_vl": {**_PADS, "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"},
+    **{kind: {**_PADS, **_ENDS} for kind in STAMPED},
 }
 
+# The Jinja chat template; message content is a string or a list of video, image and text pieces.
 _TEMPLATE = (
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\\n' }}"
@@ -78,12 +64,6 @@ _TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-
-
-def chat_template(model_type: str) -> str:
-    """The Jinja chat template of a family; message content is a string or a list of video, image and text pieces."""
-    marks = PLACEHOLDERS[model_type]
-    return _TEMPLATE.replace("@video@", marks["video"]).replace("@image@", marks["image"])
 
 
 def token_table(words: Sequence[str], more: Sequence[str] = ()) -> dict[str, int]:
@@ -109,7 +89,7 @@ def build_tokenizer(words: Sequence[str], model_type: str) -> PreTrainedTokenize
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    stamped = model_type in STAMPED
+    stamped, marks = model_type in STAMPED, PLACEHOLDERS[model_type]
     pieces = r"\d|[^\W\d]+|[^\w\s]" if stamped else r"\w+|[^\w\s]"
     table = token_table(words, STAMP if stamped else ())
     # No merges: a piece is one token when it is in the table, and bytes otherwise.
@@ -133,5 +113,5 @@ def build_tokenizer(words: Sequence[str], model_type: str) -> PreTrainedTokenize
         padding_side="left",
         clean_up_tokenization_spaces=False,
         extra_special_tokens=NAMED[model_type],
-        chat_template=chat_template(model_type),
+        chat_template=_TEMPLATE.replace("@video@", marks["video"]).replace("@image@", marks["image"]),
     )

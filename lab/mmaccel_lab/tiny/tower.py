@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -10,15 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmaccel_lab.tiny.configs import PATCH, SIDE, Spec
-from mmaccel_lab.tiny.halves import EPS, HALVES, both, linear, rms
+from mmaccel_lab.tiny.halves import HALVES, both, linear, normed, rms
 
 
 def encode(model: Any, spec: Spec, frames: Tensor) -> Tensor:
     """Features [F, tokens_per_frame, hidden] of normalised frames [F, 3, height, width]; with DeepStack, those for each of
     the first layers of text follow in the last axis."""
-    if spec.model_type == "llava_onevision":
-        return _encode_llava(model.model, spec, frames)
-    return (_encode_qwen3 if spec.stamped else _encode_qwen)(model.model, spec, frames)
+    return (_encode_qwen if spec.mrope else _encode_llava)(model.model, spec, frames)
 
 
 def _encode_llava(model: Any, spec: Spec, frames: Tensor) -> Tensor:
@@ -31,14 +30,10 @@ def _encode_llava(model: Any, spec: Spec, frames: Tensor) -> Tensor:
     x = x + tower.embeddings.position_embedding.weight.to(x.dtype)
     for layer in tower.encoder.layers:
         own, mlp = layer.self_attn, layer.mlp
-        qkv = HALVES["_siglip_before"](
-            x, *both(layer.layer_norm1), *both(own.q_proj), *both(own.k_proj), *both(own.v_proj)
-        )
-        query, key, value = (t.unflatten(-1, (spec.vision_heads, -1)).transpose(1, 2) for t in qkv)
-        seen = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        x = HALVES["_siglip_after"](
-            x, seen, *both(own.out_proj), *both(layer.layer_norm2), *both(mlp.fc1), *both(mlp.fc2)
-        )
+        weights = (layer.layer_norm1, own.q_proj, own.k_proj, own.v_proj)
+        qkv = HALVES["_siglip_before"](x, *map(both, weights))
+        seen = _attention(t.unflatten(-1, (spec.vision_heads, -1)) for t in qkv)
+        x = HALVES["_plain_after"](x, seen, *map(both, (own.out_proj, layer.layer_norm2, mlp.fc1, mlp.fc2)))
     project = model.multi_modal_projector
     x = linear(F.gelu(linear(x, *both(project.linear_1))), *both(project.linear_2))
     # The stock bilinear halving of an even grid: each output is the mean of two by two.
@@ -46,50 +41,43 @@ def _encode_llava(model: Any, spec: Spec, frames: Tensor) -> Tensor:
 
 
 def _encode_qwen(model: Any, spec: Spec, frames: Tensor) -> Tensor:
-    visual = model.visual
-    patches = patchify(frames)
-    x = linear(patches, visual.patch_embed.proj.weight.flatten(1))
-    size = spec.vision_width // spec.vision_heads
-    cos, sin = _grid_rotation(frames.shape[2] // PATCH, frames.shape[3] // PATCH, size, str(frames.device))
-    for block in visual.blocks:
-        mlp = block.mlp
-        qkv = HALVES["_qwen_before"](x, block.norm1.weight, *both(block.attn.qkv), cos, sin)
-        query, key, value = (t.transpose(1, 2) for t in qkv)
-        seen = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        x = HALVES["_qwen_after"](
-            x, seen, *both(block.attn.proj), block.norm2.weight,
-            *both(mlp.gate_proj), *both(mlp.up_proj), *both(mlp.down_proj),
-        )  # fmt: skip
-    merger = visual.merger
-    merged = rms(x, merger.ln_q.weight).view(x.shape[0], -1, 4 * x.shape[-1])
-    return linear(F.gelu(linear(merged, *both(merger.mlp[0]))), *both(merger.mlp[2]))
-
-
-def _encode_qwen3(model: Any, spec: Spec, frames: Tensor) -> Tensor:
-    visual = model.visual
+    """Of Qwen2.5-VL, and of Qwen3-VL and later, which learn the places of patches and have plain MLPs."""
+    visual, proj = model.visual, model.visual.patch_embed.proj
     rows, columns, device = frames.shape[2] // PATCH, frames.shape[3] // PATCH, str(frames.device)
-    x = linear(patchify(frames), visual.patch_embed.proj.weight.flatten(1), visual.patch_embed.proj.bias)
-    x = x + (_grid_places(rows, columns, device) @ visual.pos_embed.weight).to(x.dtype)
+    x = linear(patchify(frames), proj.weight.flatten(1), proj.bias)
+    if spec.stamped:
+        x = x + (_grid_places(rows, columns, device) @ visual.pos_embed.weight).to(x.dtype)
     cos, sin = _grid_rotation(rows, columns, spec.vision_width // spec.vision_heads, device)
     deep = []
     for depth, block in enumerate(visual.blocks):
-        qkv = HALVES["_qwen3_before"](x, *both(block.norm1), *both(block.attn.qkv), cos, sin)
-        query, key, value = (t.transpose(1, 2) for t in qkv)
-        seen = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        x = HALVES["_siglip_after"](
-            x, seen, *both(block.attn.proj), *both(block.norm2), *both(block.mlp.linear_fc1), *both(block.mlp.linear_fc2)
-        )  # fmt: skip
+        own, mlp = block.attn, block.mlp
+        seen = _attention(HALVES["_qwen_before"](x, both(block.norm1), both(own.qkv), cos, sin))
+        if spec.stamped:
+            plain = (own.proj, block.norm2, mlp.linear_fc1, mlp.linear_fc2)
+            x = HALVES["_plain_after"](x, seen, *map(both, plain))
+        else:
+            gated = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            x = HALVES["_gated_after"](x, seen, both(own.proj), block.norm2.weight, *map(both, gated))
         if depth in spec.deepstack:
             deep.append(_merged(visual.deepstack_merger_list[spec.deepstack.index(depth)], x))
-    return torch.cat((_merged(visual.merger, x), *deep), -1)
+    if spec.stamped:
+        return torch.cat((_merged(visual.merger, x), *deep), -1)
+    merged = rms(x, visual.merger.ln_q.weight).view(x.shape[0], -1, 4 * x.shape[-1])
+    return linear(F.gelu(linear(merged, *both(visual.merger.mlp[0]))), *both(visual.merger.mlp[2]))
+
+
+def _attention(heads: Iterable[Tensor]) -> Tensor:
+    """What the heads of each frame see [F, P, C], of queries, keys and values [F, P, heads, D]."""
+    query, key, value = (t.transpose(1, 2) for t in heads)
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
 def _merged(merger: Any, x: Tensor) -> Tensor:
     """Patches [F, P, C] -> features [F, P / 4, hidden]; the norm is of each patch, or of the four together."""
     four, norm = x.unflatten(1, (-1, 4)), merger.norm
     four = four.flatten(2) if len(norm.weight) > x.shape[-1] else four
-    y = F.layer_norm(four.float(), norm.normalized_shape, norm.weight, norm.bias, EPS).to(x.dtype)
-    return linear(F.gelu(linear(y.flatten(2), *both(merger.linear_fc1))), *both(merger.linear_fc2))
+    y = normed(four, *both(norm)).flatten(2)
+    return linear(F.gelu(linear(y, *both(merger.linear_fc1))), *both(merger.linear_fc2))
 
 
 @lru_cache(maxsize=8)

@@ -20,36 +20,25 @@ def _parser() -> argparse.ArgumentParser:
     for name in (*SPECS, "all"):
         told = "train every tiny model, one a GPU" if name == "all" else f"train {name}"
         one = commands.add_parser(name, help=told, description=told)
-        one.add_argument(
-            "--out", type=Path, required=True, help="folder of checkpoint.pt, curve.json and export/"
-        )
-        one.add_argument(
-            "--seconds", type=float, default=540.0, help="wall clock of the whole run (default 540)"
-        )
-        one.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
-        one.add_argument("--seed", type=int, default=0)
-        one.add_argument(
-            "--workers", type=int, help="processes that make samples (default: 12, on the CPU 0)"
-        )
-        one.add_argument("--eager", action="store_true", help="do not compile (a GPU run compiles)")
-        one.add_argument("--budget", type=int, help="frames a step (default: 2048, on the CPU 48)")
-        one.add_argument("--longest", type=int, help="longest video in frames (default: 4096, on the CPU 24)")
-        one.add_argument("--rate", type=float, default=1e-3, help="peak learning rate (default 0.001)")
-        one.add_argument(
-            "--stop-at", type=float, default=1.0, help="fraction of the schedule this run ends at"
-        )
-        one.add_argument("--begin-at", type=float, help="fraction of the schedule this run begins at")
-        one.add_argument(
-            "--resume", type=Path, help="--out folder of the run to continue (of 'all': its --out)"
-        )
-        one.add_argument("--pack", type=Path, help="also write <folder>/<name>.tar of the exported model")
+        add = one.add_argument
+        add("--out", type=Path, required=True, help="folder of checkpoint.pt, curve.json and export/")
+        add("--seconds", type=float, default=540.0, help="wall clock of the whole run (default 540)")
+        add("--device", help="cuda or cpu (default: cuda where there is one)")
+        add("--seed", type=int, default=0)
+        add("--workers", type=int, help="processes that make samples (default: 12, on the CPU 0)")
+        add("--eager", action="store_true", help="do not compile (a GPU run compiles)")
+        add("--budget", type=int, help="frames a step (default: 2048, on the CPU 48)")
+        add("--longest", type=int, help="longest video in frames (default: 4096, on the CPU 24)")
+        add("--rate", type=float, default=1e-3, help="peak learning rate (default 0.001)")
+        add("--stop-at", type=float, default=1.0, help="fraction of the schedule this run ends at")
+        add("--begin-at", type=float, help="fraction of the schedule this run begins at")
+        add("--resume", type=Path, help="--out folder of the run to continue (of 'all': its --out)")
+        add("--pack", type=Path, help="also write <folder>/<name>.tar of the exported model")
         if name != "all":
-            one.add_argument("--initial", type=Path, help="exported folder whose weights to start from")
-            one.add_argument("--steps", type=int, help="a schedule of so many steps instead of the clock")
+            add("--initial", type=Path, help="exported folder whose weights to start from")
+            add("--steps", type=int, help="a schedule of so many steps instead of the clock")
         else:
-            one.add_argument(
-                "--only", nargs="+", choices=list(SPECS), default=list(SPECS), help="which models"
-            )
+            add("--only", nargs="+", choices=list(SPECS), default=list(SPECS), help="which models")
     test = commands.add_parser("test", help="evaluate an exported folder")
     test.add_argument("folder", type=Path)
     test.add_argument("--quick", action="store_true")

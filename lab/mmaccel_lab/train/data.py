@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 
 from mmaccel.models.shipped import CAPTION_REQUEST
 from mmaccel_lab import world
@@ -20,13 +20,11 @@ from mmaccel_lab.tiny import CAPTION_REQUESTS
 from mmaccel_lab.tiny.delta import Chunks, chunked
 from mmaccel_lab.train.dialect import INTERVALS, Dialect, Ids, Span
 from mmaccel_lab.train.plan import Plan
+from mmaccel_lab.world.table import COLOUR, SCENE, SHAPE
 from mmaccel_lab.world.words import NOTE, OBJECTS
 
 FIRST_SEED, LAST_SEED = 2**32, 2**40  # of training; evaluation stays below 2**31
 KINDS: tuple[str, ...] = (*world.DOCUMENT_KINDS, "caption", "end")
-_SHAPES, _COLOURS, _SCENES = (
-    {name: place for place, name in enumerate(names)} for names in (world.SHAPES, world.COLOURS, world.SCENES)
-)
 _FACT = re.compile(r"the note says (the \w+ is \w+ \.)")
 _KIND = {kind: place for place, kind in enumerate(KINDS)}
 # Share of the steps whose frames are drawn at the size of the video files, where they may suffer a codec; the others
@@ -40,7 +38,7 @@ _BESIDE = 0.1
 
 @dataclass
 class Batch:
-    """Arrays of one step.
+    """Arrays of one step, or tensors (`mmaccel_lab.train.step.upload`).
 
     `ids` [B, P + N]; `positions` [B, P + N] or [3, B, P + N]; `branch` [B, N] (-1 is padding); `length` [B] true
     prefix lengths; `prefix` is P. `rows`, `columns`, `labels`, `kinds`, `weights` [L]: the label at [row, P + column]
@@ -48,28 +46,30 @@ class Batch:
     `table`: render table of all frames in reading order; `codec` [F]: strength of the codec loss, 0 is none.
     `recall` [C, tokens of a frame]: where, in the flattened ids, the tokens of frames that have a past to remember are,
     and `past` [C, 4]: what that past is (see `mmaccel_lab.train.probe.Recall`). `notes` [M]: where the colours in notes are,
-    and `owners` [M]: whose they are, by place in `OBJECTS`. `chunks`: of models with layers that carry a state.
+    and `owners` [M]: whose they are, by place in `OBJECTS`. `chunks`: of models with layers that carry a state. `seen`: who
+    sees whom (`mmaccel_lab.tiny.forward.see`), once it is on a device.
     """
 
     plan: Plan
-    ids: Ids
-    positions: Ids
-    branch: Ids
-    length: Ids
-    rows: Ids
-    columns: Ids
-    labels: Ids
-    kinds: Ids
-    weights: NDArray[np.float32]
-    answers: Ids
-    table: dict[str, NDArray[Any]]
-    codec: NDArray[np.float32]
-    recall: Ids
-    past: Ids
-    notes: Ids
-    owners: Ids
+    ids: Any
+    positions: Any
+    branch: Any
+    length: Any
+    rows: Any
+    columns: Any
+    labels: Any
+    kinds: Any
+    weights: Any
+    answers: Any
+    table: dict[str, Any]
+    codec: Any
+    recall: Any
+    past: Any
+    notes: Any
+    owners: Any
     videos: int
     chunks: Chunks | None = None
+    seen: Tensor | None = None
 
     @property
     def prefix(self) -> int:
@@ -92,19 +92,13 @@ def make_batch(plan: Plan, dialect: Dialect, rng: Random, *, training: bool = Tr
     interval = 1.0
     if training:
         interval = rng.choices([one for one, _ in INTERVALS], [share for _, share in INTERVALS])[0]
-    rows, worlds, videos = [], [], 0
+    rows, worlds = [], []
     for _ in range(plan.rows):
         seed = rng.randrange(FIRST_SEED, LAST_SEED) if training else rng.randrange(2**31)
-        row, one = (
-            _document(plan, dialect, seed, rng, training)
-            if plan.kind == "document"
-            else _video(plan, dialect, seed, rng)
-        )
+        make = _document if plan.kind == "document" else _video
+        row, one = make(plan, dialect, seed, rng, training)
         rows.append(row)
         worlds.append(one)
-        videos += plan.segments
-    tables = [one.table() for one in worlds]
-    table = {name: np.concatenate([t[name].numpy() for t in tables]) for name in tables[0]}
     codec = np.zeros(plan.rows * plan.frames, dtype=np.float32)
     if training:
         lossy = 0.6 if rng.random() < NATIVE_SHARE else 0.0
@@ -112,11 +106,10 @@ def make_batch(plan: Plan, dialect: Dialect, rng: Random, *, training: bool = Tr
             [rng.uniform(0.2, 1.0) if rng.random() < lossy else 0.0 for _ in rows], dtype=np.float32
         )
         codec = strength.repeat(plan.frames)
-    pasts = [_past(one) for one in worlds]
-    return _assemble(plan, dialect, rows, interval, table, codec, pasts, videos)
+    return _assemble(plan, dialect, rows, worlds, interval, codec)
 
 
-def _video(plan: Plan, dialect: Dialect, seed: int, rng: Random) -> tuple[_Row, world.World]:
+def _video(plan: Plan, dialect: Dialect, seed: int, rng: Random, training: bool) -> tuple[_Row, world.World]:
     told = plan.kind == "caption" and (plan.phase != "look" or rng.random() < 0.5)
     style = "caption" if told else "needle"
     one = world.World.generate(seed, plan.frames, style=style, max_words=plan.max_words)
@@ -149,9 +142,9 @@ def _past(one: world.World) -> Ids:
     before = (-1, -1)
     for place, card in enumerate(one.cards):
         rows[card.frame] = [*before, min(place, 7), -1]
-        before = (_SHAPES[card.shape], _COLOURS[card.colour])
+        before = (SHAPE[card.shape], COLOUR[card.colour])
     for last, segment in pairwise(one.segments):
-        rows.setdefault(segment.start, [-1, -1, -1, -1])[3] = _SCENES[last.scene]
+        rows.setdefault(segment.start, [-1, -1, -1, -1])[3] = SCENE[last.scene]
     return np.array([[frame, *past] for frame, past in sorted(rows.items())], dtype=np.int64).reshape(-1, 5)
 
 
@@ -181,15 +174,9 @@ def _conversations(questions: list[world.Question], plan: Plan, rng: Random) -> 
 
 
 def _assemble(
-    plan: Plan,
-    dialect: Dialect,
-    rows: list[_Row],
-    interval: float,
-    table: dict[str, NDArray[Any]],
-    codec: NDArray[np.float32],
-    pasts: list[Ids],
-    videos: int,
+    plan: Plan, dialect: Dialect, rows: list[_Row], worlds: list[world.World], interval: float, codec: Any
 ) -> Batch:
+    tables, pasts = [one.table() for one in worlds], [_past(one) for one in worlds]
     laid = [dialect.lay(row.spans, interval) for row in rows]
     written = [_write(dialect, row.branches) for row in rows]
     prefix = _round(max(len(ids) for ids, *_ in laid), 8)
@@ -231,13 +218,13 @@ def _assemble(
         kinds=marked[3],
         weights=np.array(weights, dtype=np.float32),
         answers=marked[4],
-        table=table,
+        table={name: np.concatenate([t[name].numpy() for t in tables]) for name in tables[0]},
         codec=codec,
         recall=np.concatenate(recall),
         past=np.concatenate(pasts)[:, 1:],
         notes=notes[0] * ids.shape[1] + notes[1],
         owners=owners,
-        videos=videos,
+        videos=plan.rows * plan.segments,
         chunks=chunked(length, branch, prefix) if dialect.spec.kinds else None,
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmaccel_lab import world
-from mmaccel_lab.tiny import CAPTION_REQUESTS, EXTRA_WORDS
+from mmaccel_lab.tiny import EXTRA_WORDS
 from mmaccel_lab.tiny.configs import PATCH, Spec
 from mmaccel_lab.tiny.tokenizer import SPECIAL, build_tokenizer
 
@@ -68,10 +68,8 @@ class Dialect:
         pad = ids.index(self.video)
         wrapped = spec.model_type == "qwen2_5_vl"
         self.opening = self._array(ids[: pad - wrapped])
-        self.video_open, self.video_close = (
-            self._array(ids[pad - wrapped : pad]),
-            self._array(ids[pad + 1 : first]),
-        )
+        self.video_open = self._array(ids[pad - wrapped : pad])
+        self.video_close = self._array(ids[pad + 1 : first])
         self.closing = self._array(ids[first + 1 : reply])
         # An answer ends with the end-of-turn token, which the model itself has to say.
         self.turn = self._array(ids[reply + 2 : last])
@@ -133,6 +131,3 @@ class Dialect:
                 start += max(rows, columns)
         laid = np.concatenate(places, axis=1)
         return np.concatenate(ids), laid if self.spec.mrope else laid[0], start
-
-
-__all__ = ["CAPTION_REQUESTS", "INTERVALS", "Dialect", "Ids", "Span", "words"]

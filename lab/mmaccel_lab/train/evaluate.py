@@ -34,10 +34,6 @@ class Case:
     videos: int
     segments: int = 1
 
-    @property
-    def label(self) -> str:
-        return f"{self.frames}"
-
 
 QUICK: tuple[Case, ...] = (
     Case("question", 8, 64),
@@ -61,13 +57,11 @@ FULL: tuple[Case, ...] = (
 
 
 def _plans(case: Case, budget: int) -> list[Plan]:
-    left, rows = case.videos, max(1, budget // case.frames)
-    plans = []
-    while left > 0:
-        count = min(rows, left)
-        left -= count
-        plans.append(Plan("test", case.kind, case.frames, count, segments=case.segments, questions=64))
-    return plans
+    rows = max(1, budget // case.frames)
+    return [
+        Plan("test", case.kind, case.frames, min(rows, left), segments=case.segments, questions=64)
+        for left in range(case.videos, 0, -rows)
+    ]
 
 
 @torch.no_grad()
@@ -104,7 +98,7 @@ def evaluate(
             for number in range(batch.answers[-1] + 1):
                 mine = batch.answers == number
                 kind = KINDS[batch.kinds[mine][0]]
-                tally = scores[kind if case.kind != "document" else f"doc-{kind}"][case.label]
+                tally = scores[kind if case.kind != "document" else f"doc-{kind}"][str(case.frames)]
                 tally[0] += int(right[mine].sum()) if kind == "caption" else int(right[mine].all())
                 tally[1] += int(mine.sum()) if kind == "caption" else 1
     return {kind: dict(lengths) for kind, lengths in scores.items()}

@@ -8,6 +8,7 @@ import math
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,6 @@ def _initialise(model: Any, spec: Spec, seed: int) -> None:
             parameter.normal_(0.0, scale, generator=generator)
 
 
-def _share(scores: evaluate.Scores, kind: str, length: str) -> float:
-    right, asked = scores.get(kind, {}).get(length, [0, 0])
-    return right / max(1, asked)
-
-
 def _figure(value: float) -> float | None:
     """Four places; None for what JSON cannot say."""
     return round(value, 4) if math.isfinite(value) else None
@@ -154,17 +150,14 @@ class Trainer:
             }
         )
         if options.initial is not None:
-            self._load_weights(options.initial)
+            loaded = type(self.model).from_pretrained(options.initial, dtype=torch.float32)
+            self.model.load_state_dict(loaded.state_dict())
         if options.resume is not None:
             self._load(options.resume / "checkpoint.pt")
         if options.fuse:
             halves.compile_layers()
         self.model.train()
         self.stopped = False
-
-    def _load_weights(self, folder: Path) -> None:
-        loaded = type(self.model).from_pretrained(folder, dtype=torch.float32)
-        self.model.load_state_dict(loaded.state_dict())
 
     def _load(self, file: Path) -> None:
         if not file.is_file():
@@ -213,7 +206,7 @@ class Trainer:
         try:
             # The first batch waits for workers to start, the first step compiles; the schedule must not pass meanwhile.
             batch = feeder.next(self.progress)
-            clock: _Clock | None = None
+            clock: Callable[[], float] | None = None
             saved = quick = time.monotonic()
             while not self.stopped and self.progress < options.stop_at:
                 try:
@@ -225,8 +218,8 @@ class Trainer:
                     self.optimiser.zero_grad(set_to_none=True)
                     torch.cuda.empty_cache()
                 self.step += 1
-                clock = clock or _Clock(options, self.progress)
-                self.progress = self.step / options.steps if options.steps else clock.progress()
+                clock = clock or _clock(options, self.progress)
+                self.progress = self.step / options.steps if options.steps else clock()
                 if self.progress >= options.stop_at:
                     break
                 if meter.due() and not meter.report():
@@ -236,10 +229,11 @@ class Trainer:
                     DRAFT_QUICK_SECONDS if self.spec.target else QUICK_SECONDS
                 ):
                     scores = self.measure(evaluate.DRAFT_QUICK if self.spec.target else evaluate.QUICK)
-                    if self.spec.target and _share(scores, "caption", "128") >= DRAFT_ENOUGH:
+                    right, asked = scores.get("caption", {}).get("128", [0, 1])
+                    if self.spec.target and right / max(1, asked) >= DRAFT_ENOUGH:
                         print(f"[{options.name}] a draft need not know more", flush=True)
                         break
-                    meter.pause()
+                    meter.clear()
                     quick = time.monotonic()
                 if now - saved > SAVE_SECONDS:
                     self.save()
@@ -251,8 +245,10 @@ class Trainer:
             self.save()
 
     def _train(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        # The averages of a fresh optimiser are not to be trusted yet.
+        settled = min(1.0, (self.step + 1) / FRESH_STEPS)
         for group in self.optimiser.param_groups:
-            group["lr"] = rate_at(self.progress, self.options.rate) * self.slowdown * self._settled()
+            group["lr"] = rate_at(self.progress, self.options.rate) * self.slowdown * settled
         feed = step.upload(batch, self.device)
         generator = torch.Generator(self.device).manual_seed(self.options.seed * 1_000_003 + self.step)
         with torch.no_grad():
@@ -268,15 +264,6 @@ class Trainer:
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
         return loss.detach(), sums, counts
-
-    def _settled(self) -> float:
-        """Less than one for the first steps of a fresh optimiser, whose averages are not yet to be trusted."""
-        return min(1.0, (self.step + 1) / FRESH_STEPS)
-
-    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """A copy of weights and optimiser to fall back on."""
-        weights = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
-        return weights, copy.deepcopy(self.optimiser.state_dict())
 
     def _recover(self, meter: _Meter) -> None:
         """After a loss that is not a number: back to the last good weights, more slowly."""
@@ -306,21 +293,13 @@ class Trainer:
         return scores
 
 
-class _Clock:
+def _clock(options: Options, start: float) -> Callable[[], float]:
     """Progress by wall clock: from where it started to one at the end of the training part of the run."""
-
-    def __init__(self, options: Options, start: float) -> None:
-        margin = closing_seconds(options.seconds, options.stop_at)
-        self._from, self._start, self._way = time.monotonic(), start, options.stop_at - start
-        self._span = max(1e-3, options.began + options.seconds - margin - self._from)
-
-    def progress(self) -> float:
-        return self._start + self._way * (time.monotonic() - self._from) / self._span
-
-
-def closing_seconds(seconds: float, stop_at: float) -> float:
-    """What is kept back of a run's time for saving and export, and at the end of the schedule for the evaluation."""
-    return min(42.0 if stop_at >= 1 else 12.0, 0.25 * seconds)
+    # Kept back for saving and export, and at the end of the schedule for the evaluation.
+    margin = min(42.0 if options.stop_at >= 1 else 12.0, 0.25 * options.seconds)
+    begun, way = time.monotonic(), options.stop_at - start
+    span = max(1e-3, options.began + options.seconds - margin - begun)
+    return lambda: start + way * (time.monotonic() - begun) / span
 
 
 class _Meter:
@@ -329,17 +308,14 @@ class _Meter:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.good: tuple[dict[str, Tensor], dict[str, Any]] | None = None
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Begin anew, also to leave out the time that an evaluation took."""
         self.began = time.monotonic()
         self.steps = self.tokens = self.frames = 0
         self.sums: dict[str, Any] = defaultdict(float)
         self.last: Any = None
-
-    def pause(self) -> None:
-        """Leave out the time that an evaluation took."""
-        self._clear()
 
     def add(self, batch: Any, loss: Tensor, sums: Tensor, counts: Tensor) -> None:
         self.steps += 1
@@ -381,6 +357,7 @@ class _Meter:
         )
         finite = math.isfinite(loss)
         if finite:
-            self.good = trainer.snapshot()
-        self._clear()
+            weights = {name: x.detach().clone() for name, x in trainer.model.state_dict().items()}
+            self.good = weights, copy.deepcopy(trainer.optimiser.state_dict())
+        self.clear()
         return finite

@@ -79,9 +79,8 @@ def draw(phases: tuple[Phase, ...], progress: float, budget: int, rng: Random, l
     if phase.name == "look":
         frames = rng.randint(1, ceiling)
         return Plan(phase.name, "caption", frames, _rows(budget, frames), max_words=120)
-    kind = rng.choices(("question", "caption", "document"), (phase.question, phase.caption, phase.document))[
-        0
-    ]
+    kinds = {name: getattr(phase, name) for name in ("question", "caption", "document")}
+    (kind,) = rng.choices(list(kinds), list(kinds.values()))
     if kind == "caption":
         return _caption(phase, ceiling, longest, budget, rng)
     if kind == "document":
@@ -115,9 +114,8 @@ def _caption(phase: Phase, ceiling: int, longest: int, budget: int, rng: Random)
     if draw_ < 0.25 or ceiling < 32:
         frames = _log_uniform(rng, 1, min(ceiling, 64))
     elif ceiling < 128:
-        frames = rng.randint(
-            min(16, longest), min(128, longest)
-        )  # a long caption wants more frames than a question of this phase
+        # A long caption wants more frames than a question of this phase.
+        frames = rng.randint(min(16, longest), min(128, longest))
     elif draw_ < 0.75:
         frames = rng.randint(48, min(ceiling, 256))
     else:

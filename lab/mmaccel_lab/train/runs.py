@@ -12,6 +12,7 @@ import sys
 import tarfile
 import time
 import traceback
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +44,12 @@ def device_of(asked: str | None) -> str:
 def train(options: argparse.Namespace, began: float) -> None:
     """One run from start to export. What a broken run had learnt is exported too, before its error is raised."""
     device = device_of(options.device)
+    names = {one.name for one in fields(Options)}
+    given = {name: value for name, value in vars(options).items() if name in names and value is not None}
+    own: dict[str, Any] = {"name": options.command, "began": began, "device": device}
+    fuse = device.startswith("cuda") and not options.eager
     usual = GPU if device.startswith("cuda") else CPU
-    chosen: dict[str, Any] = {
-        key: value if (value := getattr(options, key)) is not None else usual[key] for key in usual
-    }
-    trainer = Trainer(
-        Options(
-            name=options.command,
-            out=options.out,
-            seconds=options.seconds,
-            began=began,
-            device=device,
-            seed=options.seed,
-            steps=options.steps,
-            resume=options.resume,
-            initial=options.initial,
-            begin_at=options.begin_at,
-            stop_at=options.stop_at,
-            rate=options.rate,
-            fuse=device.startswith("cuda") and not options.eager,
-            **chosen,
-        )
-    )
+    trainer = Trainer(Options(**{**usual, **given, **own, "fuse": fuse}))
     error: Exception | None = None
     try:
         trainer.run()
@@ -76,11 +61,8 @@ def train(options: argparse.Namespace, began: float) -> None:
         for parameter in trainer.model.parameters():
             parameter.copy_(parameter.bfloat16().float())
     ends = began + options.seconds - min(25.0, 0.12 * options.seconds)
-    scores = (
-        None
-        if trainer.stopped or error or options.stop_at < 1
-        else trainer.measure(evaluate.FULL, deadline=ends)
-    )
+    done = not (trainer.stopped or error or options.stop_at < 1)
+    scores = trainer.measure(evaluate.FULL, deadline=ends) if done else None
     trainer.journal.save(options.out)
     folder = options.out / "export"
     _export(trainer.model, trainer.spec, folder, scores, trainer.journal.head)
@@ -97,8 +79,7 @@ def train(options: argparse.Namespace, began: float) -> None:
 def _export(
     model: Any, spec: Spec, folder: Path, scores: evaluate.Scores | None, head: dict[str, Any]
 ) -> None:
-    count = sum(parameter.numel() for parameter in model.parameters())
-    export(model, spec, words(), folder, write_card(spec, count, scores, head))
+    export(model, spec, words(), folder, write_card(spec, model.num_parameters(), scores, head))
 
 
 def export_run(run: Path, folder: Path) -> None:
@@ -111,8 +92,7 @@ def export_run(run: Path, folder: Path) -> None:
     model: Any = build_model(spec)
     model.load_state_dict(state["model"])
     _export(model, spec, folder, _last(state["evals"]), state["head"])
-    curve = Journal(state["head"], state["losses"], state["evals"])
-    curve.save(folder)
+    Journal(state["head"], state["losses"], state["evals"]).save(folder)
 
 
 def _last(evals: list[dict[str, Any]]) -> evaluate.Scores | None:
@@ -133,8 +113,7 @@ def card(folder: Path, rows: Path | None) -> None:
             )
         told = str(found["markdown"])
     model: Any = load_model(folder, dtype=torch.float32)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    text = write_card(spec, count, _last(curve["evals"]), curve, told)
+    text = write_card(spec, model.num_parameters(), _last(curve["evals"]), curve, told)
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
@@ -162,23 +141,13 @@ def install(runs: Path) -> None:
         print(f"{name}: {place}")
 
 
-def _loaded(folder: Path, device: str) -> tuple[Any, Spec]:
-    """A model of an exported folder and its spec, known by its sizes."""
-    model: Any = load_model(folder, dtype=torch.float32, device=device)
-    config = model.config
-    fitting = [
-        spec
-        for spec in SPECS.values()
-        if spec.model_type == config.model_type and spec.hidden == config.text_config.hidden_size
-    ]
-    if not fitting:
-        raise ModelError(f"{folder} is none of the tiny models.")
-    return model, fitting[0]
-
-
 def test(folder: Path, quick: bool, lossy: float, asked: str | None) -> None:
-    """Print the accuracy table of an exported folder."""
-    model, spec = _loaded(folder, device_of(asked))
+    """Print the accuracy table of an exported folder, whose spec is known by its sizes."""
+    model: Any = load_model(folder, dtype=torch.float32, device=device_of(asked))
+    sizes = model.config.model_type, model.config.text_config.hidden_size
+    spec = next((one for one in SPECS.values() if (one.model_type, one.hidden) == sizes), None)
+    if spec is None:
+        raise ModelError(f"{folder} is none of the tiny models.")
     cases = evaluate.QUICK if quick else evaluate.FULL
     print(evaluate.table(evaluate.evaluate(model, spec, Dialect(spec), cases, lossy=lossy)))
 
@@ -208,10 +177,8 @@ def _launch(
     options: argparse.Namespace, name: str, seconds: float, gpu: int | None
 ) -> tuple[str, subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "mmaccel_lab.train", name, "--out", str(options.out / name)]
-    command += ["--seconds", f"{seconds:.0f}", "--seed", str(options.seed), "--rate", str(options.rate)]
-    command += ["--stop-at", str(options.stop_at)]
-    command += ["--eager"] if options.eager else []
-    for flag in ("begin_at", "workers", "budget", "longest", "pack", "device"):
+    command += ["--seconds", f"{seconds:.0f}", *(["--eager"] if options.eager else [])]
+    for flag in ("seed", "rate", "stop_at", "begin_at", "workers", "budget", "longest", "pack", "device"):
         value = getattr(options, flag)
         if value is not None:
             command += [f"--{flag.replace('_', '-')}", str(value)]

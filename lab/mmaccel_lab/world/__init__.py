@@ -6,7 +6,7 @@ from mmaccel_lab.world.mp4 import write_mp4
 from mmaccel_lab.world.questions import KINDS
 from mmaccel_lab.world.records import Card, Question, Segment
 from mmaccel_lab.world.words import COLOURS, NUMBERS, OBJECTS, SCENES, SHAPES, vocabulary
-from mmaccel_lab.world.world import STYLES, World
+from mmaccel_lab.world.world import World
 
 __all__ = [
     "COLOURS",
@@ -16,7 +16,6 @@ __all__ = [
     "OBJECTS",
     "SCENES",
     "SHAPES",
-    "STYLES",
     "Card",
     "Document",
     "Question",

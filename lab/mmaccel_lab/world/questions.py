@@ -7,7 +7,7 @@ every time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from random import Random
 from typing import TYPE_CHECKING
@@ -31,15 +31,18 @@ def _needle(cards: list[Card], world: World, rng: Random, most: int) -> list[Que
     return [_question("needle", [card.shape], card.colour, [card.frame]) for card in cards]
 
 
-def _order(cards: list[Card], world: World, rng: Random, most: int) -> list[Question]:
+def _pairs(cards: list[Card], rng: Random, most: int) -> Iterator[tuple[list[Card], list[Card]]]:
+    """At most `most` pairs of cards, each as it is shown and as it is asked about."""
     pairs = list(combinations(cards, 2))
-    asked = []
-    for first, second in rng.sample(pairs, min(most, len(pairs))):
-        names = [first.shape, second.shape]
-        if rng.random() < 0.5:
-            names.reverse()
-        asked.append(_question("order", names, first.shape, [first.frame, second.frame]))
-    return asked
+    for pair in rng.sample(pairs, min(most, len(pairs))):
+        yield list(pair), list(pair if rng.random() >= 0.5 else reversed(pair))
+
+
+def _order(cards: list[Card], world: World, rng: Random, most: int) -> list[Question]:
+    return [
+        _question("order", [card.shape for card in named], shown[0].shape, [card.frame for card in shown])
+        for shown, named in _pairs(cards, rng, most)
+    ]
 
 
 def _count(cards: list[Card], world: World, rng: Random, most: int) -> list[Question]:
@@ -60,14 +63,11 @@ def _scene(cards: list[Card], world: World, rng: Random, most: int) -> list[Ques
 
 
 def _combine(cards: list[Card], world: World, rng: Random, most: int) -> list[Question]:
-    pairs = list(combinations(cards, 2))
     asked = []
-    for first, second in rng.sample(pairs, min(most, len(pairs))):
-        pair = [first, second]
-        if rng.random() < 0.5:
-            pair.reverse()
-        answer = f"{pair[0].colour} and {pair[1].colour}"
-        asked.append(_question("combine", [card.shape for card in pair], answer, [first.frame, second.frame]))
+    for shown, named in _pairs(cards, rng, most):
+        answer = " and ".join(card.colour for card in named)
+        frames = [card.frame for card in shown]
+        asked.append(_question("combine", [card.shape for card in named], answer, frames))
     return asked
 
 

@@ -7,8 +7,9 @@ numbers, thus a drift may be reduced modulo one without a jump.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,18 +161,15 @@ def constants(device: torch.device) -> dict[str, Tensor]:
     if device.type != "cpu":
         return {name: value.to(device) for name, value in constants(torch.device("cpu")).items()}
     rows = [SCENERY[name] for name in SCENES]
-
-    def stack(values: list[object]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32)
-
-    return {
-        "sky": stack([r.sky for r in rows]),
-        "ground": stack([r.ground for r in rows]),
-        "ink": stack([(r.sky_ink, r.ground_ink) for r in rows]),
-        "level": stack([(r.horizon, r.gain, r.bias, r.sway) for r in rows]),
-        "ridge": stack([[(g.height, g.fx, g.gain) for g in r.ridges] for r in rows]),
-        "wave": stack([[(w.fx, w.fy, w.px, w.py, w.gain, w.weight) for w in r.waves] for r in rows]),
+    numbers: dict[str, list[Any]] = {
+        "sky": [r.sky for r in rows],
+        "ground": [r.ground for r in rows],
+        "ink": [(r.sky_ink, r.ground_ink) for r in rows],
+        "level": [(r.horizon, r.gain, r.bias, r.sway) for r in rows],
+        "ridge": [[astuple(ridge) for ridge in r.ridges] for r in rows],
+        "wave": [[astuple(wave) for wave in r.waves] for r in rows],
     }
+    return {name: torch.tensor(values, dtype=torch.float32) for name, values in numbers.items()}
 
 
 def wave(turns: Tensor) -> Tensor:

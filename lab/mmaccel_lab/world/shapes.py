@@ -32,21 +32,15 @@ def _circle(radius: float) -> list[Point]:
 
 
 def _star() -> list[Point]:
-    points = []
-    for i in range(10):
-        radius, angle = (1.0 if i % 2 == 0 else 0.42), -pi / 2 + i * pi / 5
-        points.append((radius * cos(angle), 0.06 + radius * sin(angle)))
-    return points
+    spokes = [(1.0 if i % 2 == 0 else 0.42, -pi / 2 + i * pi / 5) for i in range(10)]
+    return [(radius * cos(angle), 0.06 + radius * sin(angle)) for radius, angle in spokes]
 
 
 def _heart() -> list[Point]:
-    points = []
-    for i in range(48):
-        t = 2 * pi * i / 48
-        x = 16 * sin(t) ** 3
-        y = 13 * cos(t) - 5 * cos(2 * t) - 2 * cos(3 * t) - cos(4 * t)
-        points.append((x / 16.5, -(y + 2.5) / 16.5))
-    return points
+    turns = [2 * pi * i / 48 for i in range(48)]
+    across = [16 * sin(t) ** 3 for t in turns]
+    down = [13 * cos(t) - 5 * cos(2 * t) - 2 * cos(3 * t) - cos(4 * t) for t in turns]
+    return [(x / 16.5, -(y + 2.5) / 16.5) for x, y in zip(across, down, strict=True)]
 
 
 def _moon() -> list[Point]:

@@ -29,11 +29,8 @@ if TYPE_CHECKING:
 
 BALLS = 3
 CARD_SMALLEST = 0.33
-_SCENE = {name: i for i, name in enumerate(SCENES)}
-_SHAPE = {name: i for i, name in enumerate(SHAPES)}
-_COLOUR = {name: i for i, name in enumerate(COLOURS)}
-
-
+SCENE, SHAPE, COLOUR = ({name: i for i, name in enumerate(names)} for names in (SCENES, SHAPES, COLOURS))
+"""The row of each name."""
 STILL_SHORTEST, STILL_LONGEST = 8, 40
 
 
@@ -43,7 +40,7 @@ def make_table(world: World, still: float = 0.0) -> dict[str, Tensor]:
     rng = Random(world.seed * 16 + 1)
     uniform = rng.random
     time = torch.arange(world.frames, dtype=torch.float64)[:, None]
-    scene = torch.tensor([_SCENE[s.scene] for s in world.segments])
+    scene = torch.tensor([SCENE[s.scene] for s in world.segments])
     scene = scene.repeat_interleave(torch.tensor([s.stop - s.start for s in world.segments]))
 
     # A scene that returns is the same place, seen a little later.
@@ -69,8 +66,8 @@ def make_table(world: World, still: float = 0.0) -> dict[str, Tensor]:
     place = torch.zeros(world.frames, 3)
     if world.cards:
         at = torch.tensor([c.frame for c in world.cards])
-        shape[at] = torch.tensor([_SHAPE[c.shape] for c in world.cards])
-        colour[at] = torch.tensor([_COLOUR[c.colour] for c in world.cards])
+        shape[at] = torch.tensor([SHAPE[c.shape] for c in world.cards])
+        colour[at] = torch.tensor([COLOUR[c.colour] for c in world.cards])
         place[at] = torch.tensor([_card_place(rng) for _ in world.cards])
     seen = torch.arange(world.frames) if not still else _standing(world, still)
     return {

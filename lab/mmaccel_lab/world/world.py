@@ -7,7 +7,7 @@ a coloured shape on it. All of it is decided here, on the CPU, from the seed; pi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
@@ -51,7 +51,15 @@ class World:
         Raises `WorldError` for a negative seed, fewer than one frame, an unknown style, or fewer words than
         the shortest caption needs.
         """
-        _check(seed, frames, style, max_words)
+        if seed < 0:
+            raise WorldError(f"seed must be 0 or more, not {seed}.")
+        if frames < 1:
+            raise WorldError(f"frames must be 1 or more, not {frames}.")
+        if style not in STYLES:
+            raise WorldError(f"unknown style {style!r}; choose from {', '.join(STYLES)}.")
+        least = _OPENING_WORDS + _CARD_WORDS + _ENDING_WORDS
+        if max_words < least:
+            raise WorldError(f"max_words must be {least} or more, not {max_words}.")
         rng = Random(seed * 16)
         if style == "needle":
             segments = _segments(rng, frames, _MOST_SEGMENTS[style])
@@ -85,12 +93,9 @@ class World:
             "frames": self.frames,
             "fps": self.fps,
             "style": self.style,
-            "cards": [{"frame": c.frame, "colour": c.colour, "shape": c.shape} for c in self.cards],
-            "scenes": [{"start": s.start, "stop": s.stop, "scene": s.scene} for s in self.segments],
-            "questions": [
-                {"kind": q.kind, "text": q.text, "answer": q.answer, "frames": list(q.frames)}
-                for q in self.questions()
-            ],
+            "cards": [asdict(card) for card in self.cards],
+            "scenes": [asdict(segment) for segment in self.segments],
+            "questions": [{**asdict(one), "frames": list(one.frames)} for one in self.questions()],
             "caption": self.caption(),
         }
 
@@ -103,18 +108,6 @@ class World:
         if not 0 <= still <= 1:
             raise WorldError(f"still must be from 0 to 1, not {still}.")
         return make_table(self, still)
-
-
-def _check(seed: int, frames: int, style: str, max_words: int) -> None:
-    if seed < 0:
-        raise WorldError(f"seed must be 0 or more, not {seed}.")
-    if frames < 1:
-        raise WorldError(f"frames must be 1 or more, not {frames}.")
-    if style not in STYLES:
-        raise WorldError(f"unknown style {style!r}; choose from {', '.join(STYLES)}.")
-    least = _OPENING_WORDS + _CARD_WORDS + _ENDING_WORDS
-    if max_words < least:
-        raise WorldError(f"max_words must be {least} or more, not {max_words}.")
 
 
 def _segments(rng: Random, frames: int, most: int) -> tuple[Segment, ...]:

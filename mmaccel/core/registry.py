@@ -88,7 +88,8 @@ class Policy(metaclass=_TakesFormerFields):
             BASES[kind] = cls
 
     def __post_init__(self) -> None:
-        check_limits(getattr(self, "name", type(self).__name__), self)
+        _check_types(who := getattr(self, "name", type(self).__name__), type(self), vars(self))
+        check_limits(who, self)
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -323,12 +324,11 @@ def _check_types(who: str, cls: type, given: Mapping[str, Any]) -> None:
     hints = typing.get_type_hints(cls)
     for field, value in given.items():
         kinds = typing.get_args(hints[field]) or (hints[field],)
-        if not all(kind in _WORDS for kind in kinds):
-            continue
-        if type(value) not in kinds and not (type(value) is int and float in kinds):
+        fits = type(value) in kinds or (type(value) is int and float in kinds)
+        if not fits and all(kind in _WORDS for kind in kinds):
             wanted = " or ".join(_WORDS[kind] for kind in kinds)
-            text = "the text " if isinstance(value, str) else ""
-            raise RecipeError(f"{who}: {field} is {text}{quoted(value)}; give {wanted}.")
+            what = f"the text {quoted(value)}" if isinstance(value, str) else quoted(value)
+            raise RecipeError(f"{who}: {field} is {what}; give {wanted}.")
 
 
 _registries = {kind: Registry(kind) for kind in KINDS}

@@ -39,6 +39,12 @@ def test_a_field_out_of_range_is_told(name: str, field: str, value: Any) -> None
         policy("kv", {"name": name, field: value})
 
 
+@pytest.mark.parametrize("value", [2.5, True, "8", None])
+def test_a_field_of_another_type_is_told_in_python_too(value: Any) -> None:
+    with pytest.raises(RecipeError, match=r"^rekv: window is .*; give a whole number\.$"):
+        ReKV(window=value)
+
+
 OLD: dict[str, Any] = {
     "similarity": "dot", "levels": "both", "granularity": "frame", "tile": 49, "init": 64, "lift": 2.0, "visual": 16,
     "semantic": 4, "smallest": 4, "largest": 32, "tau_small": 1.25, "tau_large": 2.0, "alpha": 8.0,

@@ -76,7 +76,7 @@ test-many:
 	$(MAKE) install VENV=.venv-many
 	grep -v '^av==' constraints.txt > .venv-many/constraints.txt
 	.venv-many/bin/python -m pip install --quiet -c .venv-many/constraints.txt -e '.[eval,ray]'
-	$(TEST_ENV) .venv-many/bin/python -m pytest tests/lmms tests/serve/test_replicas.py -m 'slow or not slow'
+	$(TEST_ENV) .venv-many/bin/python -m pytest tests/lmms tests/serve/test_replicas.py tests/serve/test_placement.py -m 'slow or not slow'
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

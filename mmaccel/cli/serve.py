@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -60,6 +60,10 @@ def serve(
     gpus: Annotated[
         float | None, Option(min=0, help="With --ray, GPUs of each (1 where --device is not cpu).")
     ] = None,
+    draft_gpus: Annotated[
+        float,
+        Option(min=0, max=1, help="With --ray, a GPU more of each for its draft's process, or a share: 0.5."),
+    ] = 0,
 ) -> None:
     """Serve a model over HTTP: POST /v1/chat/completions, /v1/streaming/sessions, /metrics, and a web page at /."""
     try:
@@ -73,8 +77,8 @@ def serve(
         raise MmaccelError(
             f"serve needs {error.name}: install it with pip install 'mmaccel[{extra}]'."
         ) from error
-    if not ray and (replicas != "1" or gpus is not None):
-        raise RecipeError("--replicas, --gpus: they go with --ray; add it, or leave them out.")
+    if not ray and (replicas != "1" or gpus is not None or draft_gpus):
+        raise RecipeError("--replicas, --gpus, --draft-gpus: they go with --ray; add it, or leave them out.")
     settings = Settings(
         host=host,
         port=port,
@@ -92,11 +96,32 @@ def serve(
         chosen[name] = choices.set_frame_retention(chosen[name], keep_seconds, host_bytes, "process_bytes")
     for one in chosen.values():
         choices.check_recipe_on_model(one, model, device)
+    gpus = float(device != "cpu") if gpus is None else gpus
+    if draft_gpus:
+        _check_drafts(chosen, device, gpus)
     make = partial(_engine, model, device, dtype, chosen, settings)
     if ray:
-        serve_on_ray(make, settings, replicas, (device != "cpu") if gpus is None else gpus)
+        serve_on_ray(make, settings, replicas, gpus, draft_gpus)
     else:
         run_server(make())
+
+
+def _check_drafts(chosen: Mapping[str, Recipe], device: str, gpus: float) -> None:
+    """Raise `RecipeError` where no draft would work on a GPU that --draft-gpus reserves."""
+    drafts: list[Any] = [one.draft for one in chosen.values() if getattr(one.draft, "process", False)]
+    if not drafts:
+        raise RecipeError(
+            "--draft-gpus: no recipe drafts in a process of its own; give one whose draft is 'parallel', or leave it out."
+        )
+    if named := [draft.device for draft in drafts if draft.device]:
+        raise RecipeError(
+            f"--draft-gpus: a recipe's draft names device {named[0]!r} itself; set that to null, or leave the option out."
+        )
+    if device == "cpu" or gpus < 1:
+        raise RecipeError(
+            "--draft-gpus: a draft's GPU is one beside the replica's own; give that a whole one (--device cuda, --gpus 1), "
+            "or leave it out."
+        )
 
 
 def _check_port(host: str, port: int) -> None:

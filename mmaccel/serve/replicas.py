@@ -25,11 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.metrics import Gauge
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.util.placement_group import get_current_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from mmaccel.core.decoding.worker import DRAFT_GPU
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.streams.live import run_in_thread
 from mmaccel.serve.app import create_app
@@ -50,6 +54,8 @@ SESSION, FACTS = "session", "stream.json"
 """Of each open stream: its saved session; and its owner, recipe, conversation, and a random mark of this state."""
 TELLS_S = 5.0
 """Seconds between two reports of a replica's metrics to Ray."""
+PLACED_S = 60.0
+"""Seconds that the cluster has to find room for replicas with drafts' GPUs."""
 Make = Callable[[], "Engine"]
 
 
@@ -237,11 +243,45 @@ async def _tell(registry: Any) -> None:
         await asyncio.sleep(TELLS_S)
 
 
+def _check_room(bundles: Sequence[dict[str, float]], count: int) -> None:
+    """Raise `RecipeError` if the cluster finds no room for `count` replicas, each with `bundles` on one machine, within
+    `PLACED_S`: Ray Serve would wait for ever. An application that is there is replaced, replica by replica, in its own room.
+    """
+    if NAME in serve.status().applications:
+        return
+    until = time.monotonic() + PLACED_S
+    groups = [placement_group(list(bundles), "STRICT_PACK") for _ in range(count)]
+    placed = [one.wait(max(0.0, until - time.monotonic())) for one in groups]
+    for one in groups:
+        remove_placement_group(one)
+    if not all(placed):
+        each = " and ".join(f"{one['GPU']:g}" for one in bundles)
+        raise RecipeError(
+            f"--draft-gpus: within {PLACED_S:g} s the cluster had room for {sum(placed)} of {count} replicas, each with "
+            f"{each} GPUs and a CPU of one machine; ask for fewer replicas, add machines, or leave it out."
+        )
+
+
+def _draft_gpu(share: float) -> str:
+    """Return the GPU of this replica's second bundle, which is the replica's as long as it lives, as `CUDA_VISIBLE_DEVICES`
+    names it."""
+    place = PlacementGroupSchedulingStrategy(get_current_placement_group(), placement_group_bundle_index=1)
+    tell: Any = ray.remote(num_cpus=0, num_gpus=share, scheduling_strategy=place)(ray.get_gpu_ids)
+    (gpu,) = ray.get(tell.remote(), timeout=PLACED_S)
+    return str(gpu)
+
+
 def serve_on_ray(
-    make: Make, settings: Settings, replicas: str = "1", gpus: float = 1, blocking: bool = True
+    make: Make,
+    settings: Settings,
+    replicas: str = "1",
+    gpus: float = 1,
+    draft_gpus: float = 0,
+    blocking: bool = True,
 ) -> None:
     """Serve on Ray until stopped. Each replica loads its model by `make` and has `gpus` GPUs; `replicas` is their number, or
-    a range for autoscaling ("1-8"). Raises `RecipeError`."""
+    a range for autoscaling ("1-8"). With `draft_gpus`, the draft's process of a replica works on one more GPU of the same
+    machine, or has that share of it: a placement group holds both until the replica goes. Raises `RecipeError`."""
     if settings.saves is None:
         raise RecipeError("--ray: streams move by a folder that all machines see; give it by --saves.")
     if not (told := re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", replicas)):
@@ -252,6 +292,8 @@ def serve_on_ray(
 
     def app() -> Any:
         replica = serve.get_replica_context().replica_id.unique_id
+        if draft_gpus:
+            os.environ[DRAFT_GPU] = _draft_gpu(draft_gpus)
         return create_app(make(), partial(ReplicatedStreams, replica=replica))
 
     scale: dict[str, Any] = {"num_replicas": least}
@@ -259,6 +301,10 @@ def serve_on_ray(
         scale = {
             "autoscaling_config": {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": 8}
         }
+    if draft_gpus:
+        bundles = [{"CPU": 1, "GPU": gpus}, {"GPU": draft_gpus}]
+        _check_room(bundles, least)
+        scale |= {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_PACK"}
     serve.start("EveryNode", http_options={"host": settings.host, "port": settings.port})
     deployment = serve.deployment(serve.ingress(app)()).options(
         name=NAME,

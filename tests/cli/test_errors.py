@@ -126,6 +126,7 @@ UNLOADED: dict[str, str] = {
     f"{RECOMMEND} --device h900": "Devices known by name are h200, h100",
     f"{RECOMMEND} --model nothing": "model 'nothing'",
     "serve --host 0.0.0.0": "give a key by --keys FILE or MMACCEL_KEY",
+    "serve --draft-gpus 1": "--draft-gpus: they go with --ray",
     "serve --keys nowhere.txt": "--keys: nowhere.txt cannot be read",
     "serve --files nowhere": "--files: there is no folder nowhere",
     "serve --recipe nothing": "nothing",

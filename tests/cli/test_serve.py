@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.main import get_command
@@ -48,6 +49,25 @@ def test_without_an_extra_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, name, None)
     err = call.error("serve", *option)
     assert f"serve needs {name}: install it with pip install 'mmaccel[{extra}]'" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("dense", "no recipe drafts in a process of its own; give one whose draft is 'parallel'"),
+        ("OWN", "names device 'cuda:1' itself; set that to null"),
+        ("parallelvlm --gpus 0.5", "give that a whole one"),
+        ("parallelvlm --device cpu", "give that a whole one"),
+        ("dense --recipe parallelvlm", ""),
+    ],
+)
+def test_a_gpu_that_no_draft_would_use_is_refused(words, says, call, tmp_path, shipped, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "mmaccel.serve.replicas", served := Mock())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    (own := tmp_path / "own.yaml").write_text("draft: {name: parallel, device: 'cuda:1'}")
+    words = f"--model {shipped('tiny-ov')} --ray --draft-gpus 0.5 --recipe {words.replace('OWN', str(own))}"
+    assert says in (call.error if says else call.text)("serve", *words.split())
+    assert says or served.serve_on_ray.call_args.args[2:] == ("1", 1, 0.5)
 
 
 def test_a_process_serves_and_stops(shipped: Callable[[str], str], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -214,17 +214,18 @@ def make(saves: str = "") -> Engine:
 
 
 @contextmanager
-def deployed(number: int, saves: Path) -> Iterator[str]:
+def deployed(number: int, saves: Path, make: Any = make, gpus: Sequence[int] = (0, 0)) -> Iterator[str]:
     """The address of so many replicas on a small Ray of their own, which ends with it."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     small = {"object_store_memory": 80 << 20, "include_dashboard": False, "log_to_driver": False}
+    small["num_gpus"] = sum(gpus)  # which Ray believes
     ray.init(address="local", num_cpus=8, namespace="serve", logging_level="error", **small)
     try:
         settings = Settings(saves=saves, port=port, limits=MOST)
         replicas.serve_on_ray(
-            functools.partial(make, str(saves)), settings, str(number), gpus=0, blocking=False
+            functools.partial(make, str(saves)), settings, str(number), *gpus, blocking=False
         )
         yield f"http://127.0.0.1:{port}"
     finally:

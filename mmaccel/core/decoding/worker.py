@@ -32,9 +32,10 @@ from mmaccel.core.errors import DraftError, MmaccelError
 
 Blob = bytes | bytearray | memoryview
 
-READY, FAILED, BEAT = 1, 2, 3
+READY, FAILED, BEAT, OWN = 1, 2, 3, 16
 """Kinds of message that every worker may send; a service counts its own from `OWN` on."""
-OWN = 16
+DRAFT_GPU = "MMACCEL_DRAFT_GPU"
+"""The variable of the environment that names the one GPU of drafts' processes, as their `CUDA_VISIBLE_DEVICES`."""
 BEAT_S, END_S, STILL_S = 0.5, 5.0, 0.5
 _HEAD = struct.Struct("<IHHQ")
 _MAGIC = 0x6D6D6163
@@ -184,9 +185,9 @@ class AsyncSender:
 class Worker:
     """A process that runs `service` ("module:function") with `options`; it is killed when this object is deleted.
 
-    The function gets a `MessageSocket` and the options, and serves until the socket breaks. An error in it is reported and
-    ends it. The worker sends a heartbeat twice a second while it is busy; one that sends nothing, or leaves a message
-    unread, for `wire.silence_s` is ended. `ready` are the numbers that came with `READY`; `close` ends the process.
+    The function gets a `MessageSocket` and the options, and serves until the socket breaks; `env` among the options is added
+    to its environment. An error in it is reported and ends it. It sends a heartbeat twice a second while it is busy, and is
+    ended if it sends nothing or leaves a message unread for `wire.silence_s`. `ready`: numbers of `READY`; `close` ends it.
     """
 
     def __init__(self, service: str, options: Mapping[str, Any], *, silence_s: float = 30.0) -> None:
@@ -204,7 +205,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": path, **options.get("env", {})},
             )
         finally:
             theirs.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal
 from mmaccel.core.decoding.watching import DraftStream, DraftStreamSettings
-from mmaccel.core.decoding.worker import READY, Worker
+from mmaccel.core.decoding.worker import DRAFT_GPU, READY, Worker
 from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.registry import at_least, limited, register
@@ -79,7 +80,8 @@ class Parallel(VideoDraftStrategy):
     kv        in a session, the memory of the draft's own stream; null: one like the target's
     process   True: a second process, which loads the model by itself; False: this one, on a CUDA device on a second CUDA
               stream, except in a session
-    device    of the second process; None: the CUDA device after the target's if there is one, else the target's
+    device    of the second process; None: the CUDA device after the target's if there is one, else the target's. Where
+              MMACCEL_DRAFT_GPU names a GPU, the second process sees that one alone, as cuda:0, which None then means
     threads   of the second process on a CPU; None: as many as here
     start_s, timeout_s  the longest wait for the second process to be ready, and for a message from it later
     """
@@ -140,15 +142,17 @@ class Parallel(VideoDraftStrategy):
         return ParallelDraftState(engine, self, model_devices(target.model), vocab, shares)
 
     def _worker(self, target: ModelView) -> Worker:
-        first = next(target.model.parameters())
+        first, gpu = next(target.model.parameters()), os.environ.get(DRAFT_GPU)
+        free = "cuda:0" if gpu else free_device(model_devices(target.model))
         options = {
             "model": draft_folder(self.name, target, str(self.model)),
             "family": target.adapter.name,
             "dtype": str(first.dtype).removeprefix("torch."),
-            "device": self.device or free_device(model_devices(target.model)),
+            "device": self.device or free,
             "vocab": target.geometry.vocab,
             "threads": self.threads or torch.get_num_threads(),
             "bare": self.prune_when == "measured",
+            "env": {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {},
         }
 
         def begin() -> Worker:

@@ -274,6 +274,15 @@ def test_a_service_that_is_not_there_is_told() -> None:
     assert worker.process.poll() is not None
 
 
+def test_the_process_sees_the_gpu_of_drafts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module.subprocess, "Popen", begun := Mock(side_effect=ZeroDivisionError))
+    monkeypatch.setenv(worker_module.DRAFT_GPU, "3")
+    with pytest.raises(ZeroDivisionError):
+        Toy(model="1")._worker(toy_view(TARGET, VOCAB))
+    assert begun.call_args.kwargs["env"]["CUDA_VISIBLE_DEVICES"] == "3"
+    assert '"device": "cuda:0"' in begun.call_args.args[0][-1]
+
+
 def test_what_an_abandoned_sequence_left_unread_does_not_block_the_next(target: ModelView) -> None:
     choice = Toy(model="1:floods:1", window=3, timeout_s=5.0)
     state = choice.open(target)

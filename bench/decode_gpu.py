@@ -79,7 +79,7 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
     shape = {"target": given.target, "draft": given.draft, "replayed": True, "keep": given.keep}
 
     def alone(options: argparse.Namespace, log: Log) -> None:
-        once = decode([bench.runner], [None], [bench.columns, 0], bench.tokens, 1)
+        once = decode(bench.runner, None, [bench.columns, 0], bench.tokens, 1)
         bench.found["alone"] = once["tokens_per_s"]
         floor = answer.min_decode_step_s(bench.target, cache_bytes(bench.target, bench.columns), bench.rate)
         tell(log, case="alone", **shape, **once, of_floor=1 / once["tokens_per_s"] / floor)
@@ -87,10 +87,7 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
     def ahead(window: int | None) -> Callable[[argparse.Namespace, Log], None]:
         def run(options: argparse.Namespace, log: Log) -> None:
             worker = bench.ready(bench.pruned)
-            rows = [
-                piped(bench, [bench.runner], worker, window, bench.columns, bench.pruned, seed)
-                for seed in seeds(given)
-            ]
+            rows = [piped(bench, worker, window, bench.columns, bench.pruned, seed) for seed in seeds(given)]
             told = {"case": "parallel", **shape, "asked": window, "columns": [bench.columns, bench.pruned]}
             tell(log, **told, **against(rows, bench.found["alone"], given.keep), used=bench.used())
 
@@ -112,7 +109,7 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
                 else:
                     own = InTrees(small, device, Tree(model="shape"), replayed.VOCAB)
                 short = bench.tokens if seed else 48
-                rows.append(decode([bench.runner], [own], [bench.columns, columns], short, seed))
+                rows.append(decode(bench.runner, own, [bench.columns, columns], short, seed))
             step = measure(lambda: small.step(one(device)), repeats=7, device=device).median
             costs = simulate.Costs(step=1 / bench.found["alone"], draft=step)
             row = pooled(rows[1:], bench.found["alone"])

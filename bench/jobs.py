@@ -160,14 +160,3 @@ def interruptible(out: Path) -> Iterator[None]:
             file=sys.stderr,
         )
         raise SystemExit(130) from None
-
-
-@contextlib.contextmanager
-def ends_in_order() -> Iterator[None]:
-    """Within it SIGTERM ends the program as Ctrl-C does: what is in `finally` is done. The signal's own way leaves that out,
-    and with it processes and folders that are to go away."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -32,7 +32,7 @@ from mmaccel.policies.draft.tree import _Gardener
 from mmaccel_lab.eval import simulate
 
 SELF = 256 << 10
-"""Columns after which a model drafts for itself."""
+"""Columns of the longer of two contexts."""
 WIDTHS = (1, 2, 4, 8)
 """Rows of a target's steps that a measured window and the last tokens may come to, captured before anything is timed."""
 
@@ -113,13 +113,13 @@ class Bench:
             self.heard = False
         return self.worker
 
-    def ready(self, columns: int, seats: int = 1) -> Worker:
-        """The same, ready for sequences whose draft holds `columns`."""
+    def ready(self, columns: int) -> Worker:
+        """The same, ready for a sequence whose draft holds `columns`."""
         worker = self.start()
         if not self.heard:
             worker.wait(READY, 240.0)
             self.heard = True
-        make_ready(worker, columns, seats)
+        make_ready(worker, columns)
         return worker
 
     def stop(self) -> None:
@@ -190,25 +190,16 @@ def seeds(given: argparse.Namespace) -> list[int]:
 
 
 def piped(
-    bench: Bench,
-    runners: list[replayed.Counting],
-    worker: Worker,
-    window: int | None,
-    columns: int,
-    held: int,
-    seed: int,
-    tokens: int = 0,
+    bench: Bench, worker: Worker, window: int | None, columns: int, held: int, seed: int
 ) -> dict[str, Any]:
-    """One generation of each runner by the pipeline, whose draft holds `held` columns."""
-    choice = Parallel(model="shape", window=window)
+    """One generation by the pipeline, whose draft holds `held` columns."""
+    choice, remote = (
+        Parallel(model="shape", window=window),
+        _remote_drafter.RemoteDrafter(worker, replayed.VOCAB),
+    )
     devices = list(dict.fromkeys(torch.device(name) for name in bench.devices))
-    states = [
-        ParallelDraftState(
-            _remote_drafter.RemoteDrafter(worker, replayed.VOCAB), choice, devices, replayed.VOCAB
-        )
-        for _ in runners
-    ]
-    return decode(runners, states, [columns, held], tokens or bench.tokens, seed)
+    draft = ParallelDraftState(remote, choice, devices, replayed.VOCAB)
+    return decode(bench.runner, draft, [columns, held], bench.tokens, seed)
 
 
 def spread(paces: Sequence[float]) -> tuple[float, float | None]:

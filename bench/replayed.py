@@ -10,19 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from mmaccel.core.adapter import Runner
 from mmaccel.core.attach import adapter_for
@@ -111,22 +107,20 @@ def model_of(shape: str, device: str, layers: int | None = None, devices: Sequen
     return shapes.build_model(shape, layers=layers, vision_layers=1, dtype=torch.bfloat16, **more)
 
 
-def after(
-    model: nn.Module, columns: int, rows: Sequence[int] | None = None, count: int = 1, **choices: Any
-) -> Counting:
-    """`model` at work after `columns` assumed columns of `count` sequences: its cache is filled with small numbers. `rows`:
+def after(model: nn.Module, columns: int, rows: Sequence[int] | None = None, **choices: Any) -> Counting:
+    """`model` at work after `columns` assumed columns: its cache is filled with small numbers. `rows`:
     of captured steps; None: the usual ones, where the model's layers admit them."""
     family: Any = adapter_for(model)
     shape, cache = family.geometry(model), wrap_kv_cache(model, family)
-    size = (count, shape.kv_heads, columns, shape.head_dim)
+    size = (1, shape.kv_heads, columns, shape.head_dim)
     for layer in family.attentions(model):
         like = next(layer.parameters())
         pair = (torch.empty(size, dtype=like.dtype, device=like.device).normal_(0, 0.02) for _ in range(2))
         cache.update(*pair, layer.layer_idx)
     for one in getattr(cache, "states", {}).values():
         own = one.module
-        conv = own.conv1d.weight.new_zeros(count, own.conv_dim, own.conv_kernel_size)
-        sizes = count, own.num_v_heads, own.head_k_dim, own.head_v_dim
+        conv = own.conv1d.weight.new_zeros(1, own.conv_dim, own.conv_kernel_size)
+        sizes = 1, own.num_v_heads, own.head_k_dim, own.head_v_dim
         one.restore((columns, (conv, conv.new_zeros(sizes, dtype=torch.float32))))
     if rows is None:
         rows = ROWS if decoding.can_capture_decode(model, family, cache, also=("cpu",)) else ()
@@ -205,46 +199,32 @@ def assumed(columns: int, tokens: int, seat: int, device: torch.device) -> Promp
 
 
 def decode(
-    targets: Sequence[Counting],
-    drafts: Sequence[DraftState | None],
-    columns: Sequence[int],
-    tokens: int,
-    seed: int,
+    target: Counting, draft: DraftState | None, columns: Sequence[int], tokens: int, seed: int
 ) -> dict[str, Any]:
-    """One generation a target, in turns, after assumed prompts; seconds count from the first tokens. `columns`: what each
-    target and each draft holds."""
-    device = targets[0].model.device
-    meters, sequences = [], []
-    for seat, (target, draft) in enumerate(zip(targets, drafts, strict=True)):
-        target.truncate(columns[0])
-        target.dice.manual_seed(seed + 1000 * seat)
-        said = assumed(columns[1], tokens, seat, device)
-        if draft is not None:
-            draft.begin(said)
-        meters.append(DraftRounds())
-        first = torch.nn.functional.one_hot(said.ids[:, -1] + 1, VOCAB).float()
-        end = said.ids.shape[1] + tokens
-        sequences.append(
-            Speculation(
-                target, draft, said, first, stop=lambda out, end=end: out.shape[1] >= end, meter=meters[-1]
-            )
-        )
-    time.sleep(0.5)  # the start-up windows are written under prefills that are not run here
-    for sequence in sequences:
-        sequence.commit_next_tokens()
+    """One generation after an assumed prompt; seconds count from the first token. `columns`: what target and draft hold."""
+    device, meter = target.model.device, DraftRounds()
+    target.truncate(columns[0])
+    target.dice.manual_seed(seed)
+    said = assumed(columns[1], tokens, 0, device)
+    if draft is not None:
+        draft.begin(said)
+    first = torch.nn.functional.one_hot(said.ids[:, -1] + 1, VOCAB).float()
+    end = said.ids.shape[1] + tokens
+    sequence = Speculation(target, draft, said, first, stop=lambda out: out.shape[1] >= end, meter=meter)
+    time.sleep(0.5)  # the start-up window is written under a prefill that is not run here
+    sequence.commit_next_tokens()
     wait(device)
     began = time.perf_counter()
-    decode_round_robin(sequences)
+    decode_round_robin([sequence])
     seconds = time.perf_counter() - began
-    steps = sum(meter.target_steps for meter in meters)
     return {
-        "tokens": tokens * len(targets),
-        "steps": steps,
+        "tokens": tokens,
+        "steps": meter.target_steps,
         "seconds": seconds,
-        "tokens_per_s": (tokens - 1) * len(targets) / seconds,
-        "a_step": (tokens - 1) * len(targets) / steps,
-        "failed": [meter.failed for meter in meters if meter.failed],
-        "counters": {} if drafts[0] is None else drafts[0].counters(),
+        "tokens_per_s": (tokens - 1) / seconds,
+        "a_step": (tokens - 1) / meter.target_steps,
+        "failed": [meter.failed] if meter.failed else [],
+        "counters": {} if draft is None else draft.counters(),
     }
 
 
@@ -289,13 +269,12 @@ def second_process(given: argparse.Namespace, device: str) -> Worker:
     return Worker("replayed:serve", options, silence_s=120.0)
 
 
-def make_ready(worker: Worker, columns: int, seats: int) -> None:
-    """Have the second process fill and capture what sequences of `columns` need, so that nothing of it is timed."""
-    for seat in range(seats):
-        said = assumed(columns, 0, seat, torch.device("cpu"))
-        remote = _remote_drafter.RemoteDrafter(worker, VOCAB)
-        remote.begin(said.inputs, None, False, False, 0)
-        remote.request_tokens(0, [], 4)
-        if remote.collect_tokens(180.0) is None:
-            raise RuntimeError("the draft's process was not ready in time.")
-        remote.close()
+def make_ready(worker: Worker, columns: int) -> None:
+    """Have the second process fill and capture what a sequence of `columns` needs, so that nothing of it is timed."""
+    said = assumed(columns, 0, 0, torch.device("cpu"))
+    remote = _remote_drafter.RemoteDrafter(worker, VOCAB)
+    remote.begin(said.inputs, None, False, False, 0)
+    remote.request_tokens(0, [], 4)
+    if remote.collect_tokens(180.0) is None:
+        raise RuntimeError("the draft's process was not ready in time.")
+    remote.close()

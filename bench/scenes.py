@@ -11,7 +11,7 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,17 +38,12 @@ VISIT, FRAME, TOKEN = 0.4, 0.4, 1.0
 QUESTION = "what was shown , and when ?"
 
 
-def build(
-    device: str, small: bool, shape: str = SHAPE, devices: Sequence[str] | None = None
-) -> tuple[nn.Module, Any]:
-    """A model of `shape`, and a processor of its family with the tiny models' words; `small`: the tiny model itself.
-    `devices`: those over which its layers are spread."""
+def build(device: str, small: bool) -> tuple[nn.Module, Any]:
+    """A model of `SHAPE`, and a processor of its family with the tiny models' words; `small`: the tiny model itself."""
     if small:
-        model = mmaccel.load_model(
-            "tiny-ov", dtype=torch.float32, device=None if devices else device, devices=devices
-        )
+        model = mmaccel.load_model("tiny-ov", dtype=torch.float32, device=device)
         return model, mmaccel.load_processor("tiny-ov")
-    model = shapes.build_model(shape, device=device, devices=devices)
+    model = shapes.build_model(SHAPE, device=device)
     stock = mmaccel.load_processor("tiny-ov")
     settings = {**stock.video.to_dict(), "size": {"height": SIDE, "width": SIDE}}
     processor = Processor(

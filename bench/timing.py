@@ -100,10 +100,12 @@ def documented_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def told(row: dict[str, Any]) -> str:
-    """A row as one line of words."""
-    return "  ".join(
-        f"{name} {one:.3g}" if isinstance(one, float) else f"{name} {one}" for name, one in row.items()
-    )
+    """A row as one line of words: three digits of a number, of a large one all before the point."""
+
+    def text(one: Any) -> str:
+        return f"{one:.3g}" if abs(one) < 100 else f"{one:.0f}"
+
+    return "  ".join(f"{name} {text(one) if isinstance(one, float) else one}" for name, one in row.items())
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

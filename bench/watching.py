@@ -19,7 +19,7 @@ import mmaccel
 WINDOW, FRAMES, LOCAL, KINDS = 76, 64, 8, 48
 """Of every memory, in frames; and the scenes of the stream."""
 SOME = 180
-"""Planted frames in which clusters are split, at once and later, also under `--shrink`."""
+"""Planted frames in which clusters are split, also under `--shrink`."""
 
 
 MUST = ("recalled", "host_bytes_in")
@@ -96,18 +96,6 @@ def wait(*devices: torch.device) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-
-def rate(session: mmaccel.VideoSession, frames: torch.Tensor, repeats: int, device: torch.device) -> Times:
-    """Seconds a frame, watching `frames` again and again."""
-    taken = []
-    for _ in range(repeats):
-        wait(device)
-        began = time.perf_counter()
-        session.watch(frames, fps=0.5)
-        wait(device)
-        taken.append((time.perf_counter() - began) / len(frames))
-    return Times(tuple(taken))
 
 
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -197,7 +185,7 @@ def happened(session: mmaccel.VideoSession, name: str, many: bool) -> dict[str, 
     happen. `name`: of the memory."""
     told = session.counters()
     told["splits"] = sum(told.get(one, 0.0) for one in ("eager_splits", "deferred_splits", "visual_splits"))
-    must = ["host_bytes_in"] if name == "offload" else [*MUST]
+    must = [*MUST]
     if name == "mosaic":
         must += ["splits", *MUST_PUT_OFF, *(["deferred_splits"] if many else [])]
     missing = [one for one in must if not told[one]]

@@ -120,7 +120,7 @@ def test_generations_are_replayed(way: str) -> None:
         "in turns": pair.InTurns(small, device, Sequential(model="shape", window=3), replayed.VOCAB),
         "by trees": pair.InTrees(small, device, Tree(model="shape"), replayed.VOCAB),
     }
-    row = replayed.decode([target], [drafts[way]], [40, 40], 24, seed=1)
+    row = replayed.decode(target, drafts[way], [40, 40], 24, seed=1)
     assert row["failed"] == [] and row["tokens"] == 24
     assert row["a_step"] == 1 if way == "alone" else row["a_step"] > 1.5
 

@@ -17,7 +17,7 @@ import inspect
 import typing
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -88,8 +88,7 @@ class Policy(metaclass=_TakesFormerFields):
             BASES[kind] = cls
 
     def __post_init__(self) -> None:
-        _check_types(who := getattr(self, "name", type(self).__name__), type(self), vars(self))
-        check_limits(who, self)
+        check_limits(getattr(self, "name", type(self).__name__), self)
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -118,13 +117,11 @@ class FieldLimit:
             raise RecipeError(f"{who}: {field} is {quoted(value)}; give {self.give}.")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real)
-
-
 def at_least(least: float, of: str = "") -> FieldLimit:
     """Return a `FieldLimit` that allows numbers >= `least`; `of` is appended to its description."""
-    return FieldLimit(lambda value: _is_number(value) and value >= least, f"at least {least}{of}")
+    return FieldLimit(
+        lambda value: isinstance(value, _PLAIN[float]) and value >= least, f"at least {least}{of}"
+    )
 
 
 def one_of(*choices: object, why: str = "") -> FieldLimit:
@@ -135,9 +132,7 @@ def one_of(*choices: object, why: str = "") -> FieldLimit:
 
 def in_range(least: float, most: float, give: str) -> FieldLimit:
     """Return a `FieldLimit` that allows numbers from `least` to `most`, both included; `give` describes them in errors."""
-    return FieldLimit(
-        lambda value: _is_number(value) and not isinstance(value, bool) and least <= value <= most, give
-    )
+    return FieldLimit(lambda value: isinstance(value, _PLAIN[float]) and least <= value <= most, give)
 
 
 SHARE = in_range(0, 1, "a share from 0 to 1")
@@ -149,21 +144,42 @@ def limited(default: Any, limit: FieldLimit) -> Any:
 
 
 def check_limits(who: str, fields: Any) -> None:
-    """Raise `RecipeError`, beginning with `who`, for the first field of dataclass `fields` that violates its `limited`."""
-    kind: Any = type(fields)
-    for name, limit in field_limits(kind).items():
+    """Raise `RecipeError`, beginning with `who`, for the first of `fields` that has a wrong type or breaks its `limited`."""
+    for name, types in _plain_types(fields.__class__).items():
+        value = getattr(fields, name)
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            wanted = " or ".join(_WORDS[one] for one in types)
+            text = "the text " * isinstance(value, str)
+            raise RecipeError(f"{who}: {name} is {text}{quoted(value)}; give {wanted}.")
+    for name, limit in field_limits(fields.__class__).items():
         limit.check(who, name, getattr(fields, name))
+
+
+_NONE = type(None)
+_PLAIN: dict[Any, Any] = {int: Integral, float: Real, bool: bool, str: str, _NONE: _NONE}
+_WORDS = {Integral: "a whole number", Real: "a number", bool: "true or false", str: "a text", _NONE: "null"}
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls)
+    except (NameError, AttributeError, TypeError):
+        return {}  # a class may name types that only a type checker sees
+
+
+@functools.cache
+def _plain_types(cls: type) -> dict[str, tuple[type, ...]]:
+    """Field -> the types of its values, of the fields whose types are all of `_PLAIN`; richer fields check themselves."""
+    named = {field.name for field in dataclasses.fields(cls)}
+    each = {name: typing.get_args(hint) or (hint,) for name, hint in _hints(cls).items() if name in named}
+    return {name: tuple(_PLAIN[one] for one in some) for name, some in each.items() if {*some} <= {*_PLAIN}}
 
 
 @functools.cache
 def field_limits(cls: type) -> dict[str, FieldLimit]:
     """Return field -> its allowed values: the choices of its type, or the limit that `limited` sets in the class or its
     nearest base. If the type allows None, None is allowed too."""
-    try:
-        hints = typing.get_type_hints(cls)
-    except (NameError, AttributeError, TypeError):
-        hints = {}  # a class may name types that only a type checker sees
-    found = {}
+    hints, found = _hints(cls), {}
     for name, one in getattr(cls, "__dataclass_fields__", {}).items():
         bases = (base.__dict__.get("__dataclass_fields__", {}).get(name) for base in cls.__mro__)
         limit = next(
@@ -309,26 +325,10 @@ class Registry(Mapping[str, type[Any]]):
             others = [*getattr(cls, "FORMER", ()), *own]
             texts = [field if isinstance(field, str) else quoted(field) for field in unknown]
             raise UnknownName("field", texts, known, others=others, owner=f"{self.kind} {name!r}")
-        _check_types(f"{self.kind} {name!r}", cls, given)
         try:
             return cls(**given)
         except TypeError as error:
             raise RecipeError(f"{self.kind} {name!r}: {str(error)[:200]}.") from error
-
-
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
-
-
-def _check_types(who: str, cls: type, given: Mapping[str, Any]) -> None:
-    """Numbers, strings and truth values where the fields say so; richer fields check themselves."""
-    hints = typing.get_type_hints(cls)
-    for field, value in given.items():
-        kinds = typing.get_args(hints[field]) or (hints[field],)
-        fits = type(value) in kinds or (type(value) is int and float in kinds)
-        if not fits and all(kind in _WORDS for kind in kinds):
-            wanted = " or ".join(_WORDS[kind] for kind in kinds)
-            what = f"the text {quoted(value)}" if isinstance(value, str) else quoted(value)
-            raise RecipeError(f"{who}: {field} is {what}; give {wanted}.")
 
 
 _registries = {kind: Registry(kind) for kind in KINDS}

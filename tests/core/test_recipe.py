@@ -229,8 +229,8 @@ NO_MODEL = drafted(model=None)
         (sparse("grid", block=1 << 20), "grid: block is 1048576; give a power of two from 16 to 256"),
         (sparse("a_shape", window=10**20), f"window is {10**20}; give at most {2**31 - 1}"),
         (sparse("grid", max_stride=1 << 17), "max_stride is 131072; give at most 65536"),
-        (sparse("a_shape", window=float("inf")), "sparse 'a_shape': window is inf; give a whole number"),
-        (sparse("grid", slash=1), "sparse 'grid': slash is 1; give true or false"),
+        (sparse("a_shape", window=float("inf")), "a_shape: window is inf; give a whole number"),
+        (sparse("grid", slash=1), "grid: slash is 1; give true or false"),
         (sparse("block_topk", top="all"), "top is the text 'all'; give a whole number or null"),
         (NO_MODEL, "sequential: model is None; give the draft model's folder"),
         (
@@ -305,7 +305,7 @@ FILES = {
     "- dense\n- full\n": "holds list; write a mapping",
     # YAML's numbers have a sign in the exponent: one without is a text.
     "sparse: {name: a_shape, window: 1.0e400}": "window is the text '1.0e400'; give a whole number.",
-    "sparse: {name: a_shape, window: 1.0e+400}": "sparse 'a_shape': window is inf; give a whole number.",
+    "sparse: {name: a_shape, window: 1.0e+400}": "a_shape: window is inf; give a whole number.",
 }
 
 

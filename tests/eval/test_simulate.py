@@ -132,7 +132,7 @@ def test_why_self_speculation_is_not_used_is_computed() -> None:
 
 def test_what_is_named_is_there() -> None:
     files = re.findall(r"`((?:mmaccel|bench|tests)/[\w/.]+)", PAGE)
-    assert len(files) > 20 and all((ROOT / name).exists() for name in files)
+    assert len(files) > 15 and all((ROOT / name).exists() for name in files)
     parts = re.findall(r"decode_gpu\.py ((?:\w+ ?)+)", PAGE)
     source = (ROOT / "bench" / "decode_gpu.py").read_text(encoding="utf-8")
     assert parts and all(f'    "{part}": ' in source for words in parts for part in words.split())

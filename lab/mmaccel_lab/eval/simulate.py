@@ -117,8 +117,10 @@ def simulate(keep: float | Sequence[bool], window: int, costs: Costs, tokens: in
     keep: a probability, or the fate of each drafted token that is judged, in order (replayed; then it starts again).
     """
     dice = random.Random(seed)
-    chance = keep if isinstance(keep, float | int) else 0.0
-    fates = cycle(keep) if isinstance(keep, Sequence) else iter(lambda: dice.random() < chance, None)
+    if isinstance(keep, float | int):
+        fates = iter(lambda: dice.random() < keep, None)
+    else:
+        fates = cycle(keep)
 
     # Events: (time, kind); the draft delivers whole windows, the target whole verdicts, and they meet when both are done.
     events: list[tuple[float, int, str]] = []

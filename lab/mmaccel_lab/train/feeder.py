@@ -69,7 +69,7 @@ class Feeder:
     def __init__(self, recipe: Recipe, start: int, workers: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._progress = context.Value("d", 0.0)
-        self._batches = iter(
+        self._batches: Any = iter(
             DataLoader(
                 Maker(recipe, self._progress),
                 batch_size=None,
@@ -79,16 +79,18 @@ class Feeder:
                 worker_init_fn=_leave_stops_to_the_run,
                 multiprocessing_context=context if workers else None,
                 prefetch_factor=AHEAD if workers else None,
-                generator=torch.Generator(),  # training draws nothing else from the process's own
+                generator=torch.Generator(),  # else the seed of the workers is drawn from the process's own
             )
         )
 
     def next(self, progress: float) -> Batch:
-        """The batch of the next step. Raises `RuntimeError` when a worker died."""
+        """The batch of the next step. What a worker's batch fails with is raised here; where a worker dies, torch raises
+        `RuntimeError` in the main thread, whatever that is at."""
         self._progress.value = progress
         batch: Batch = next(self._batches)
         return batch
 
     def close(self) -> None:
-        """Stop the workers."""
-        del self._batches
+        """Stop the workers, also where an error still holds their iterator; a second call does nothing."""
+        batches, self._batches = self._batches, iter(())
+        getattr(batches, "_shutdown_workers", lambda: None)()

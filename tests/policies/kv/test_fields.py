@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from mmaccel.core.memory.kv import StreamPass
 from mmaccel.core.prefill import attention
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy, register
-from mmaccel.policies.kv import ReKV
+from mmaccel.policies.kv import LiveVLM, ReKV
 from mmaccel.policies.kv._archived import HostMemory
 from mmaccel.policies.kv._window import Rope
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
@@ -43,6 +44,10 @@ def test_a_field_out_of_range_is_told(name: str, field: str, value: Any) -> None
 def test_a_field_of_another_type_is_told_in_python_too(value: Any) -> None:
     with pytest.raises(RecipeError, match=r"^rekv: window is .*; give a whole number\.$"):
         ReKV(window=value)
+
+
+def test_a_number_of_numpy_is_one() -> None:
+    assert ReKV(window=np.int64(8)).window == 8 and LiveVLM(recall=np.float64(0.5)).recall == 0.5
 
 
 OLD: dict[str, Any] = {

@@ -119,9 +119,7 @@ class FieldLimit:
 
 def at_least(least: float, of: str = "") -> FieldLimit:
     """Return a `FieldLimit` that allows numbers >= `least`; `of` is appended to its description."""
-    return FieldLimit(
-        lambda value: isinstance(value, _PLAIN[float]) and value >= least, f"at least {least}{of}"
-    )
+    return FieldLimit(lambda x: isinstance(x, _PLAIN[float]) and x >= least, f"at least {least}{of}")
 
 
 def one_of(*choices: object, why: str = "") -> FieldLimit:
@@ -132,7 +130,7 @@ def one_of(*choices: object, why: str = "") -> FieldLimit:
 
 def in_range(least: float, most: float, give: str) -> FieldLimit:
     """Return a `FieldLimit` that allows numbers from `least` to `most`, both included; `give` describes them in errors."""
-    return FieldLimit(lambda value: isinstance(value, _PLAIN[float]) and least <= value <= most, give)
+    return FieldLimit(lambda x: isinstance(x, _PLAIN[float]) and least <= x <= most, give)
 
 
 SHARE = in_range(0, 1, "a share from 0 to 1")
@@ -155,7 +153,7 @@ def check_limits(who: str, fields: Any) -> None:
         limit.check(who, name, getattr(fields, name))
 
 
-_NONE = type(None)
+_NONE, _ALONE_OR_UNION = type(None), (None, typing.Union, type(int | None))
 _PLAIN: dict[Any, Any] = {int: Integral, float: Real, bool: bool, str: str, _NONE: _NONE}
 _WORDS = {Integral: "a whole number", Real: "a number", bool: "true or false", str: "a text", _NONE: "null"}
 
@@ -170,8 +168,10 @@ def _hints(cls: type) -> dict[str, Any]:
 @functools.cache
 def _plain_types(cls: type) -> dict[str, tuple[type, ...]]:
     """Field -> the types of its values, of the fields whose types are all of `_PLAIN`; richer fields check themselves."""
-    named = {field.name for field in dataclasses.fields(cls)}
-    each = {name: typing.get_args(hint) or (hint,) for name, hint in _hints(cls).items() if name in named}
+    each, named = dict[str, tuple[Any, ...]](), {field.name for field in dataclasses.fields(cls)}
+    for name, hint in _hints(cls).items():
+        if name in named and typing.get_origin(hint) in _ALONE_OR_UNION:
+            each[name] = typing.get_args(hint) or (hint,)
     return {name: tuple(_PLAIN[one] for one in some) for name, some in each.items() if {*some} <= {*_PLAIN}}
 
 

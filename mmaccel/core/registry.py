@@ -130,7 +130,11 @@ def one_of(*choices: object, why: str = "") -> FieldLimit:
 
 def in_range(least: float, most: float, give: str) -> FieldLimit:
     """Return a `FieldLimit` that allows numbers from `least` to `most`, both included; `give` describes them in errors."""
-    return FieldLimit(lambda x: isinstance(x, _PLAIN[float]) and least <= x <= most, give)
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, Real) and not isinstance(value, bool) and least <= value <= most  # type: ignore[operator]
+
+    return FieldLimit(fits, give)
 
 
 SHARE = in_range(0, 1, "a share from 0 to 1")
@@ -266,13 +270,8 @@ class Registry(Mapping[str, type[Any]]):
         try:
             return self._classes[name]
         except KeyError:
-            raise UnknownName(
-                self.kind,
-                name,
-                self._classes,
-                own=self.kind != "model",
-                meant=self.explain_foreign_name(name),
-            ) from None
+            own, meant = self.kind != "model", self.explain_foreign_name(name)
+            raise UnknownName(self.kind, name, self._classes, own=own, meant=meant) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._classes))

@@ -160,7 +160,8 @@ def test_sampled_triples_have_the_targets_joint_distribution(confidence: float) 
     [
         *(("model", model, ("sequential", "model", "folder")) for model in (None, "", 3)),
         ("window", 0, ("window", "at least 1")),
-        *(("confidence", wrong, ("confidence is ", "; give a probability")) for wrong in (-0.1, 1.5, True)),
+        *(("confidence", wrong, ("confidence is ", "; give a probability")) for wrong in (-0.1, 1.5)),
+        ("confidence", True, ("confidence is True; give a number",)),
     ],
 )
 def test_a_wrong_field_is_told_at_birth(field: str, value: object, told: tuple[str, ...]) -> None:

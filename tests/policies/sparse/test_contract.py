@@ -275,7 +275,7 @@ def test_a_wrong_field_is_told(name: str, fields: dict[str, Any], message: str) 
 
 @pytest.mark.parametrize(("kind", "field"), [(AShape, "sink"), (AShape, "window"), (Grid, "window")])
 def test_a_number_may_not_be_left_out(kind: Any, field: str) -> None:
-    with pytest.raises(RecipeError, match=f"{field} is None; give at least "):
+    with pytest.raises(RecipeError, match=f"{field} is None; give a whole number"):
         kind(**{field: None})
 
 

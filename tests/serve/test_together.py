@@ -53,9 +53,9 @@ async def answers(served: Served, bodies: list[dict[str, Any]], at_once: bool = 
         return [await client.post(CHAT, json=body) for body in bodies]
 
 
-def slowly(sizes: list[int]) -> Callable[[int], None]:
+def slowly(sizes: list[int], seconds: float = 0.03) -> Callable[[int], None]:
     """Notes how many share each step, and makes it last, so that others come meanwhile."""
-    return lambda count: (sizes.append(count), time.sleep(0.03))[1]
+    return lambda count: (sizes.append(count), time.sleep(seconds))[1]
 
 
 def said(answer: Any) -> str:
@@ -119,7 +119,7 @@ def test_no_more_share_steps_than_the_limit() -> None:
     sizes = list[int]()
     limits = Limits(at_once=1, together=2)
     with running(Settings(limits=limits), model=without_end()) as served:
-        served.engine.batch._told = slowly(sizes)
+        served.engine.batch._told = slowly(sizes, 0.1)
         for one in asyncio.run(answers(served, BODIES[:5])):
             said(one)
         assert max(sizes) == limits.at_once + limits.together

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,8 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, Real) and hasattr(value, "item"):
+        return value.item()  # NumPy's numbers are written as Python's
     if value is None or isinstance(value, str | int | float | bool):
         return value
     # An object given from Python, such as a loaded model, is told and not stored.

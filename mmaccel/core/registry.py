@@ -132,6 +132,7 @@ def in_range(least: float, most: float, give: str) -> FieldLimit:
     """Return a `FieldLimit` that allows numbers from `least` to `most`, both included; `give` describes them in errors."""
 
     def fits(value: Any) -> bool:
+        """Return whether `value` is a number in the range; true and false are no numbers."""
         return isinstance(value, Real) and not isinstance(value, bool) and least <= value <= most  # type: ignore[operator]
 
     return FieldLimit(fits, give)

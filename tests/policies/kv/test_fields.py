@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.errors import MmaccelWarning, RecipeError
@@ -47,7 +48,9 @@ def test_a_field_of_another_type_is_told_in_python_too(value: Any) -> None:
 
 
 def test_a_number_of_numpy_is_one() -> None:
-    assert ReKV(window=np.int64(8)).window == 8 and LiveVLM(recall=np.float64(0.5)).recall == 0.5
+    """Also where the recipe is written down."""
+    for made in (ReKV(window=np.int64(8)), LiveVLM(recall=np.float64(0.5)), LiveVLM(recall=np.float32(0.5))):
+        assert Recipe.load(yaml.safe_load(Recipe(kv=made).to_yaml())).kv == made
 
 
 OLD: dict[str, Any] = {

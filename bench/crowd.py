@@ -10,10 +10,10 @@ is asked while the others wait. Then all take a frame and are asked at once, so 
 is there (`warm`); what comes in the first `--settle` seconds after that does not count. In a row: `late` is the share of
 frames that could be asked about more than `LATE_S` after they came; `askable`, ms from the frame's time to the end of the
 call that took it in; `first`, from the question's time to its first token, all waiting in it; `gap`, between two tokens of
-an answer; `host_ms` what the process spends on a frame, questions among it. `ok`: no frame late, `first` p95 and `gap` p99
-within `FIRST_MS` and `GAP_MS`. `device` bytes are what the memories hold, `predicted` what was predicted of them at
-admission; `holds`, the seconds that each stream still has, the least and the most. `busy` is the load that admission
-predicts; with `--busy 0.8` it refuses streams as a server does.
+an answer; `host_ms` what the process spends on a frame, questions among it; `captures`, CUDA graphs that were made. `ok`:
+no frame late, `first` p95 and `gap` p99 within `FIRST_MS` and `GAP_MS`. `device` bytes are what the memories hold,
+`predicted` what was predicted of them at admission; `holds`, the seconds that each stream still has, the least and the
+most. `busy` is the load that admission predicts; with `--busy 0.8` it refuses streams as a server does.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from live import quantile
 from scenes import SIDE, build
 from timing import Log, documented_parser, told
 
+from mmaccel.core.decoding import replay
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import MmaccelError
 from mmaccel.core.recipe import Recipe
@@ -149,7 +150,7 @@ class Crowd:
         row: dict[str, Any] = {"streams": count, "fps": args.fps, "message": args.message}
         row["refused"] = self.refused
         row |= {"frames_per_s": frames / took, "frames_a_call": frames / max(1, len(seen["call"]))}
-        row["host_ms"] = 1e3 * spent / max(1, frames)
+        row |= {"host_ms": 1e3 * spent / max(1, frames), "captures": len(seen["capture"])}
         row["late"] = sum(one > LATE_S for one in seen["askable"]) / max(1, len(seen["askable"]))
         wanted = dict(askable=(0.5, 0.95, 1), first=(0.5, 0.95, 1), gap=(0.5, 0.99, 1))
         for name, shares in wanted.items():
@@ -211,6 +212,11 @@ async def run(args: argparse.Namespace, log: Log) -> None:
             crowd.times["gap"].append(time.perf_counter() - meter.last)
         plain(meter, count)
 
+    def capture(*given: Any) -> Any:
+        crowd.times["capture"].append(0.0)
+        return captures(*given)
+
+    captures, replay.capture_graph = replay.capture_graph, capture
     Meter.count_tokens = token  # type: ignore[assignment, method-assign]
     try:
         async with streams:
@@ -221,7 +227,7 @@ async def run(args: argparse.Namespace, log: Log) -> None:
                 if crowd.refused:
                     break
     finally:
-        Meter.count_tokens = plain  # type: ignore[method-assign]
+        Meter.count_tokens, replay.capture_graph = plain, captures  # type: ignore[method-assign]
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -43,8 +43,8 @@ from mmaccel.core.decoding import replay
 from mmaccel.core.report import Meter
 from mmaccel.core.rows import measurement_conditions
 from mmaccel.core.streams.asking import QuestionRunner
+from mmaccel.core.streams.fair_lock import FairLock
 from mmaccel.core.streams.live import tune_process
-from mmaccel.core.streams.parts import FairLock
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models.stream import HFStreamAdapter, StreamForwardPasses
 from mmaccel.policies.kv._archived import SharedArchive

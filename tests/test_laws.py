@@ -100,7 +100,7 @@ REACHES = {
     "cli/ask.py": "progress of a prompt, by hooks that go with the call",
     "contract/family.py": "what a family's layers are given, in a check",
     "core/registry.py": "fields of base classes",
-    "core/streams/parts.py": "a cached property",
+    "core/streams/fair_lock.py": "a cached property",
     "models/attention.py": "a stand-in for a module, while its attention is read",
     "models/generate.py": "the state of a call, as it was",
     "models/hf.py": "the model's own rope_deltas, as they were",

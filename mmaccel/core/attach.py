@@ -25,7 +25,8 @@ from mmaccel.core.prefill.sparse import choose_backend
 from mmaccel.core.recipe import Recipe, check_generate
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Meter, Report
-from mmaccel.core.streams.parts import FairLock, Moment, Question, RunningStates, TokenChoice
+from mmaccel.core.streams.fair_lock import FairLock
+from mmaccel.core.streams.parts import Moment, Question, RunningStates, TokenChoice
 from mmaccel.core.streams.sources import Clip
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ class StreamModel(ABC):
     pass_buffers: Callable[..., Any] = staticmethod(lambda *_: None)  # what replays a pass of units, if any
     warm_up_decoding: Callable[[StreamState, RunningStates | None], Any] = staticmethod(lambda *_: None)
     """Called before an answer's first token: does what its first decode step would else do once (capture CUDA graphs)."""
-    pruned_per_unit: int | None = None
-    """Tokens that the recipe's pruner drops of each unit (frame) before the language model; None without such a pruner."""
+    pruned_per_unit: int | None = None  # tokens of a unit that the recipe's pruner drops before layer 0
 
     @cached_property
     def attention(self) -> AttentionConfig:

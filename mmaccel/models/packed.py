@@ -3,7 +3,8 @@ without cache, and units of several streams, each with a memory of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -12,6 +13,15 @@ from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill.attention import ForwardPass
+
+
+@contextmanager
+def note_error(errors: dict[int, Exception], number: int) -> Iterator[None]:
+    """Context in which an error is stored as `errors[number]`: what fails in one memory leaves the others."""
+    try:
+        yield
+    except Exception as error:
+        errors[number] = error
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +75,8 @@ class BatchedStreamPass:
     def _each(self, act: Callable[[slice, ForwardPass], object]) -> None:
         for number, (rows, run) in enumerate(self._runs):
             if number not in self.errors:
-                try:
+                with note_error(self.errors, number):
                     act(rows, run)
-                except Exception as error:
-                    self.errors[number] = error
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Append each stream's rows of key and value [1, G, n, D] to that stream's KV memory."""

@@ -3,8 +3,6 @@ captured passes of frames share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +22,7 @@ from mmaccel.models.captured_tower import CapturedVisionTower
 from mmaccel.models.fingerprint import BuffersOfModule, ModuleFingerprint, can_fuse_layers
 from mmaccel.models.layer_step import FusedDeltaNetStep, HiddenRows, LayerStep, StepStates, build_layer_steps
 from mmaccel.models.modules import fused_norm
+from mmaccel.models.packed import note_error
 from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, copy_tensors, restore_states_on_error
 
 DEVICES = ("cuda",)
@@ -36,15 +35,6 @@ WIDTHS = (1, 2, 4, *range(8, 65, 8))
 def _filled(rows: int) -> int:
     """The number of rows of a question, or of one answer, that is captured for so many."""
     return next(width for width in WIDTHS if width >= rows)
-
-
-@contextmanager
-def _noted(errors: dict[int, Exception], seat: int) -> Iterator[None]:
-    """What fails in one memory leaves the others."""
-    try:
-        yield
-    except Exception as error:
-        errors[seat] = error
 
 
 def shared_captured_steps(stream: Any) -> CapturedStreamSteps:
@@ -86,16 +76,25 @@ class CapturedStreamSteps:
         # Before each layer of attention, and behind the last.
         self._leads: list[list[FusedDeltaNetStep]] = [[]]
         self._state_slots: StateSlots | None = None
-        self._replays, self.tower = CudaGraphCache(home_device(model)), CapturedVisionTower(model, family)
+        self._of_stream, self.tower = dict[int, CudaGraphCache](), CapturedVisionTower(model, family)
         self.unit_buffers = BuffersOfModule(family.text_model(model))
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._caches = CacheTable()
 
     def close(self) -> None:
         """Free the captured CUDA graphs."""
-        self._replays = CudaGraphCache(home_device(self.model))
+        self._of_stream.clear()
         self.tower = CapturedVisionTower(self.model, self._family)
         self.unit_buffers = BuffersOfModule(self._family.text_model(self.model))
+
+    @property
+    def _replays(self) -> CudaGraphCache:
+        """The graphs and buffers of the current CUDA stream: answers run on one of their own, beside questions."""
+        device = home_device(self.model)
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        if stream not in self._of_stream:
+            self._of_stream[stream] = CudaGraphCache(device)
+        return self._of_stream[stream]
 
     def can_run_fused(self, rows: Tensor, again: bool = False) -> bool:
         """Whether fused steps can run `rows` [n, E]: at most 64 rows, and unhooked layers on their device that
@@ -172,7 +171,7 @@ class CapturedStreamSteps:
         counts = [count for _, count, _ in passes]
         errors, slots = dict[int, Exception](), dict[int, list[CacheSlot] | None]()
         for seat, (run, count, _) in enumerate(passes):
-            with _noted(errors, seat):
+            with note_error(errors, seat):
                 run.state.begin_pass(StreamPass(kind="answer", rows=count))  # type: ignore[union-attr]
                 slots[seat] = run.state.new_kv_slots()  # type: ignore[union-attr]
         self._replays.drop_if_moved(self._watched)
@@ -188,7 +187,7 @@ class CapturedStreamSteps:
             errors |= {rest[n]: error for n, error in failed.items()}
             rows |= zip(rest, made.split([counts[seat] for seat in rest]), strict=True)
         for seat in {*rows} - {*errors}:
-            with _noted(errors, seat):
+            with note_error(errors, seat):
                 passes[seat][0].state.end_pass()  # type: ignore[union-attr]
         return torch.cat([*rows.values()]), errors
 
@@ -211,7 +210,7 @@ class CapturedStreamSteps:
                 rows = slice(end, end := end + count)
                 if seat in errors:
                     continue
-                with _noted(errors, seat):
+                with note_error(errors, seat):
                     state = run.state
                     assert isinstance(state, StreamState)
                     if hidden:

@@ -25,7 +25,8 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import sliding_window_kernel
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.parts import Question, TokenChoice, fair_lock_of
+from mmaccel.core.streams.fair_lock import fair_lock_of
+from mmaccel.core.streams.parts import Question, TokenChoice
 from mmaccel.core.streams.sources import Clip
 from mmaccel.media.preprocess import resize
 from mmaccel.models import deepstack, deltanet, dialogue, shards, step
@@ -155,7 +156,9 @@ class StreamForwardPasses:
         if shared:
             with self.hold_model():
                 forward = partial(self._forward, run, hidden=hidden, hooks={})
-                return state.replay_forward(embeds, forward, shared)
+                out = state.replay_forward(embeds, forward, shared)
+                self.turns.add_launched_pass(self.device)
+                return out
         return self._forward(run, embeds, hidden, input_hooks or {}, few, running)
 
     def pass_buffers(self, state: StreamState, embeds: Tensor) -> Any:
@@ -171,8 +174,7 @@ class StreamForwardPasses:
         state: Any = run if isinstance(run, BatchedStreamPass) else run.state
         if embeds.shape[1] > (wide := self.view.geometry.hidden):
             embeds, more = deepstack.split_deepstack_rows(embeds, wide)
-        depth = self.view.geometry.layers
-        cache: Any = KVCache(state, depth, None if running is None else running.states)
+        cache: Any = KVCache(state, self.view.geometry.layers, None if running is None else running.states)
         if running is not None:
             running.cache, cache.branches = cache, run.branches
         positions = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
@@ -341,8 +343,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
         return torch.tensor(ids, device=self.device), (begin, len(ids) - end)
 
     def text_ids(self, text: str) -> Tensor:
-        ids = tokenize_plainly(self.processor.tokenizer, text)
-        return torch.tensor(ids, device=self.device, dtype=torch.long)
+        return torch.tensor(tokenize_plainly(self.processor.tokenizer, text), device=self.device).long()
 
     @cached_property
     def _template(self) -> tuple[Tensor, list[int], int]:
@@ -362,9 +363,8 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
 
     def position_ids(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         some = [self._positions(size, fps, units) for units in (1, 2, 3)]
-        return self._kept(
-            derive_stream_positions(self.family, self.model, some, not any(self.text_around_unit))
-        )
+        made = derive_stream_positions(self.family, self.model, some, not any(self.text_around_unit))
+        return self._kept(made)
 
     def _positions(
         self, size: tuple[int, int], fps: float | None, units: int

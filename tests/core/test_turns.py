@@ -14,8 +14,8 @@ import torch
 from mmaccel.core.decoding.generate import CallEnded, Deadline
 from mmaccel.core.decoding.worker import AsyncSender, Blob
 from mmaccel.core.errors import DraftError
-from mmaccel.core.streams import parts
-from mmaccel.core.streams.parts import FairLock
+from mmaccel.core.streams import fair_lock
+from mmaccel.core.streams.fair_lock import FairLock
 from tests.spies import beside, broken, finish, until
 
 
@@ -43,7 +43,7 @@ class Asked:
 
 
 def test_turns_come_in_the_order_of_asking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(fair_lock, "PATIENCE_S", 60.0)
     asked = Asked()
     with asked.turns.hold(), asked.turns.hold():
         for name in "abc":
@@ -89,7 +89,7 @@ def test_one_pass_stands_still_above_another(
     token: bool, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What passes put on a model is taken back in order, before another pass would stand still; tokens come between."""
-    monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(fair_lock, "PATIENCE_S", 0.0)
     asked = Asked()
 
     def inner() -> None:
@@ -145,7 +145,7 @@ def test_many_threads_lose_no_turn() -> None:
 
 def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for something else waits for the pass's end, whoever asked first."""
-    monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(fair_lock, "PATIENCE_S", 0.0)
     asked = Asked()
 
     def tokens() -> None:
@@ -165,15 +165,55 @@ def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -
     assert asked.over() == ["token", "layer", "token", "layer", "layer", "other", "answered"]
 
 
+def test_passes_wait_for_the_device_and_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the device has two passes to run, tokens and questions get turns, and a pass only when the first is done."""
+
+    class Launched:
+        def __init__(self) -> None:
+            self.done = threading.Event()
+            self.query, self.record, self.synchronize = self.done.is_set, Mock(), self.done.wait
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda **how: passes.append(Launched()) or passes[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    asked, passes = Asked(), list[Launched]()
+    turns = asked.turns
+
+    def launch(name: str) -> None:
+        with turns.hold(over=lambda: False):
+            asked.order.append(name)
+            turns.add_launched_pass(torch.device("cuda"))
+        turns.wait_for_device()
+        asked.order.append(f"{name} is near")
+
+    launch("first")
+    asked.threads += beside(lambda: launch("second"))
+    until(lambda: len(passes) == 2)
+    assert turns.is_contended
+    asked(lambda: launch("third"))
+    with turns.hold():
+        asked.order.append("question")
+    with turns.hold(token=True):
+        asked.order.append("token")
+    assert asked.order == ["first", "first is near", "second", "question", "token"]
+    passes[0].done.set()
+    until(lambda: len(passes) == 3)
+    for one in passes:
+        one.done.set()
+    assert {*asked.over()[5:]} == {"second is near", "third", "third is near"}
+    assert not turns.is_contended or (not turns._wake() and not turns.is_contended)
+    turns.add_launched_pass(torch.device("cpu"))
+    assert len(passes) == 3
+
+
 def test_a_token_does_not_wait_for_all_who_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits for too long is next, and then whoever asked first: neither has to wait for ever."""
-    monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(fair_lock, "PATIENCE_S", 0.0)
     asked = Asked()
     with asked.turns.hold():
         for name in ("a", "b", "token", "token", "c"):
             asked(name, token=name == "token")
     assert asked.over() == ["token", "a", "token", "b", "c"]
-    monkeypatch.setattr(parts, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(fair_lock, "PATIENCE_S", 60.0)
     asked = Asked()
     with asked.turns.hold():
         asked("a")

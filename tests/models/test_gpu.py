@@ -2,6 +2,7 @@
 gates and rotations are kernels of ours."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -106,7 +107,8 @@ def test_the_device_holds_no_more_of_a_longer_stream(kv: str) -> None:
             session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
             torch.cuda.synchronize()
             held.append(torch.cuda.memory_allocated() - session.counters().get("index_bytes", 0))
-        assert held[-1] - held[1] <= 1 << 16
+        # By then all that is captured once has the workspace of its CUDA stream.
+        assert held[-1] - held[3] <= 1 << 16
 
 
 def test_ways_across_the_wire_bring_the_same() -> None:
@@ -170,6 +172,7 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
     _, plain = on_gpu(name, torch.float64, kv)
     _, replayed = on_gpu(name, torch.float64, kv)
     made = heard(monkeypatch, replay, "capture_graph", lambda *_: 1)
+    monkeypatch.setattr(plain._stream_adapter.turns, "token_stream", lambda *_: nullcontext())
     with plain, replayed:
         for part in film(25).repeat(8, 1, 1, 1).split(20):
             found = []

@@ -16,7 +16,7 @@ import mmaccel
 from mmaccel.core.decoding import replay
 from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import ModelError
-from mmaccel.core.streams import joint, parts
+from mmaccel.core.streams import fair_lock, joint
 from mmaccel.models import step
 from mmaccel.models.packed import BatchedStreamPass
 from mmaccel.models.stream import HFStreamAdapter
@@ -221,7 +221,7 @@ def test_a_pass_that_has_waited_comes_before_all_that_is_short(monkeypatch: pyte
         for work in works:
             threads.extend(beside(work))
             until(lambda: len(turns._waiting) == len(threads))
-        monkeypatch.setattr(parts, "monotonic", lambda: time.monotonic() + 2)
+        monkeypatch.setattr(fair_lock, "monotonic", lambda: time.monotonic() + 2)
     finish(threads)
     assert order[0] == "pass" and sorted(order) == ["counters", "pass", "short"]
 

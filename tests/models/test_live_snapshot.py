@@ -18,7 +18,7 @@ from mmaccel.core.decoding import replay
 from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.memory.split import MultiDeviceStreamState
 from mmaccel.core.report import Meter
-from mmaccel.core.streams import parts
+from mmaccel.core.streams import fair_lock
 from mmaccel.models import step
 from tests.models import test_stream_families
 from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, pair, told
@@ -116,7 +116,7 @@ class Meeting(Often):
             self.ends = self.ends and one is not state
 
         monkeypatch.setattr(type(state), "end_pass", ended)
-        monkeypatch.setattr(parts, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(fair_lock, "PATIENCE_S", 0.0)
 
     def meet(self, inside: bool = False) -> None:
         if inside:

@@ -62,8 +62,8 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
 
     def of(name: str) -> list[int]:
         session, seen = open_session(name, "full"), list[int]()
-        batch = session._stream_adapter.turns.batch
-        monkeypatch.setattr(batch, "_told", lambda count: (seen.append(count), time.sleep(0.01)))
+        for batch in session._stream_adapter.turns.batches:
+            monkeypatch.setattr(batch, "_told", lambda count: (seen.append(count), time.sleep(0.01)))
         session.close()
         return seen
 
@@ -121,11 +121,11 @@ def test_frames_come_between_two_steps(sizes: Callable[[str], list[int]]) -> Non
     with several(MEMORIES["rekv"], *range(SESSIONS)) as (sessions, alone):
 
         def watch() -> None:
-            while not len(sessions[0]._stream_adapter.turns.batch):
+            while not len(sessions[0]._stream_adapter.turns.batches[True]):
                 time.sleep(0.001)
             for frame in film(6, seed=8).split(1):
                 sessions[1].watch(frame, fps=FPS)
-                during.append(len(sessions[0]._stream_adapter.turns.batch))
+                during.append(len(sessions[0]._stream_adapter.turns.batches[True]))
 
         found = at_once([*(lambda one=one: told(one.ask(QUESTION, TOKENS)) for one in sessions), watch])
     assert found == [*alone, None] and len(during) == 6 and max(seen) == SESSIONS
@@ -208,7 +208,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[mmaccel.VideoSession], 
     def of(session: mmaccel.VideoSession) -> list[int]:
         seen, alone = list[int](), QuestionRunner.step
         monkeypatch.setattr(
-            session._stream_adapter.turns.batch, "_told", lambda count: count > 1 and seen.append(count)
+            session._stream_adapter.turns.batches[True],
+            "_told",
+            lambda count: count > 1 and seen.append(count),
         )
         monkeypatch.setattr(
             QuestionRunner, "step", lambda *given, **how: (seen.append(1), alone(*given, **how))[1]
@@ -221,13 +223,14 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[mmaccel.VideoSession], 
 def together(session: mmaccel.VideoSession, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """From now on no answer begins by itself, and no round of the batch, before so many are there."""
     turns = session._stream_adapter.turns
-    batch, holding, advance = turns.batch, turns.batch._holding, Speculation.commit_next_tokens
+    batch, advance = turns.batches[True], Speculation.commit_next_tokens
+    holding = batch._holding
 
     def come(there: Callable[[], int]) -> Callable[[], None]:
         all_there = list[bool]()
         return lambda: until(lambda: all_there or (there() == count and all_there.append(True)), 20)
 
-    begun, joined = come(lambda: turns.answers), come(lambda: len(batch))
+    begun, joined = come(lambda: turns.answers[True]), come(lambda: len(batch))
 
     def advancing(self: Any) -> None:
         with turns.release_temporarily():

@@ -59,7 +59,6 @@ class GraphBuffers:
         self._pool: Any = None
         self._stream: Any = None
         self._keeper: Any = None
-        self._queued: Any = None
         self.unfit = False  # whether the first work could not be captured: no other will be
         self.captured = set[Hashable]()
         """Names of work that was captured with these buffers: it can be captured again without being run before."""
@@ -98,14 +97,6 @@ class GraphBuffers:
             last, self._stream = self._stream, torch.cuda.current_stream(self._device)
             if last not in (None, self._stream):
                 self._stream.wait_stream(last)
-
-    def stay_near_device(self) -> None:
-        """Wait until the device has done what was queued before the last call, so that what comes for an answer now does not
-        queue behind much else."""
-        if self._device.type == "cuda":
-            last, self._queued = self._queued, torch.cuda.current_stream(self._device).record_event()
-            if last is not None:
-                last.synchronize()
 
 
 class CudaGraphCache:

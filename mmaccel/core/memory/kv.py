@@ -282,6 +282,7 @@ class StreamState(KVState):
     parts: bool = False  # whether units may also come while the question of a snapshot is between two layers
     replays_pass: bool = False  # whether the "units" pass that has begun may run by `replay_forward`
     several: bool = False  # whether another snapshot may be asked while the answer on one is decoded
+    apart: bool = False  # whether steps of an answer read nothing that passes of frames write
     forgets: bool = False  # whether units may become too old (`forget_old_units`)
 
     def new_kv_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
@@ -335,8 +336,7 @@ class StreamState(KVState):
         return None
 
     def record_shown_columns(self, layer: int, columns: Tensor) -> None:
-        """Record that at `layer` a pruner shows the question only `columns` [k] of those that its view has before the
-        question's own; `evidence` counts only these."""
+        """Record that a pruner shows the question at `layer` only `columns` [k] of those before its own, for `evidence`."""
 
     def record_sparse_rows(self, layer: int, rows: int) -> None:
         """Record that the first `rows` rows of a question ran sparse attention at `layer`; `evidence` uses later ones."""

@@ -19,7 +19,7 @@ from mmaccel.core.decoding.draft import DraftStrategy, Prompt
 from mmaccel.core.decoding.generate import Deadline, Evidence, FinishReason, GuardedDraft, Speculation
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import VIDEO, TokenLayout
-from mmaccel.core.memory.frames import FrameMemory
+from mmaccel.core.memory.frames import FrameMemory, encode_selected_frames
 from mmaccel.core.memory.kv import StreamPass, StreamState, UnitEvidence
 from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.prefill.recalled import RetrievedTokenPruning, TimeRangeMemory, warn_idle_pruner
@@ -34,7 +34,6 @@ from mmaccel.core.streams.parts import (
     concat_padded,
     restore_states_at_exit,
 )
-from mmaccel.core.streams.picking import encode_selected_frames
 from mmaccel.core.streams.sources import pad_to_units
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
 from mmaccel.core.streams.timed_text import (
@@ -186,7 +185,9 @@ def run_question(
     runner = QuestionRunner(
         *given, live.draft_stream, live.around, check, pause, lambda: live.counters(seen_as), choice
     )
-    runner.shares = taken is not None and running is None and type(live.around) is MemoryWrapper
+    alone = running is not None or adapter.attention.recipe.draft.active
+    runner.shares = taken is not None and not alone and type(live.around) is MemoryWrapper
+    runner.apart = runner.shares and seen_as.apart and len({*adapter.layer_devices}) == 1
     with state.question_scope(), restore_states_at_exit(running if running is live.running else None):
         runner.prefill({"stream_pass": stream_pass, "embeds": concat_padded(parts), "goes_on": reads})
         if timed is not None and not timed.count:
@@ -247,8 +248,7 @@ def plannable_rows_layout(
 class QuestionRunner(Runner):
     """The `Runner` of a question and its answer on a stream's memory: the target of the decoding loop.
 
-    live      the stream
-    running   recurrent states beside the memory `state`
+    live      the stream; `running`: recurrent states beside the memory `state`
     ids       [n] of the prompt after the video
     tokens_left  the number of tokens of an answer for which the model has positions
     meter     counts what is decoded
@@ -256,9 +256,8 @@ class QuestionRunner(Runner):
     question  its text; `draft_stream`: that of the draft model, which is asked the question too
     check     called between two layers of the question; may raise `CallEnded`
     pause     lets other threads use the model: called with True between two layers, with False between two passes
-    counted   returns the counters of the memory
-    token_choice  how the tokens of the answer are chosen
-    shares    whether steps of the answer may be batched with other answers on the model
+    counted   returns the counters of the memory; `token_choice`: how the tokens of the answer are chosen
+    shares, apart  whether steps of the answer may be batched with other answers', and run beside passes of frames
     lines     the timed texts (subtitles) of the stream that the prompt contains
     around    wraps the memory during the question, such as an `AttentionRecording` for a draft's pruner
     logits    [1, V] of the first token, set by `prefill`
@@ -281,6 +280,7 @@ class QuestionRunner(Runner):
     counted: Callable[[], dict[str, float]]
     token_choice: TokenChoice
     shares: bool = field(default=False, init=False)
+    apart: bool = field(default=False, init=False)
     lines: tuple[TimedText, ...] = field(default=(), init=False)
     logits: Tensor = field(init=False)
 
@@ -292,7 +292,8 @@ class QuestionRunner(Runner):
         hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)
         self.logits = self.adapter.logits(hidden[-1:])
         if not inputs.get("goes_on"):
-            self.adapter.warm_up_decoding(self.state, self.running)
+            with self.adapter.turns.token_stream(self.adapter.device, self.apart):
+                self.adapter.warm_up_decoding(self.state, self.running)
         return self.logits
 
     def run_text_lines(self, lines: Sequence[TimedText], room: int, rest: Tensor) -> None:
@@ -387,7 +388,7 @@ class QuestionRunner(Runner):
                         draft.state = strategy.open(adapter.view)
                         draft.state.begin(prompt)
                 one = Speculation(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=meter)
-                adapter.turns.decode_answer(one, self.shares and not strategy.active)
+                adapter.turns.decode_answer(one, self.shares, self.apart)
             finally:
                 draft.close()
         if reason == "positions":

@@ -22,7 +22,7 @@ from mmaccel.core.errors import ModelError, RecipeError, add_frames_kept_note, w
 from mmaccel.core.memory.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.streams import sources
-from mmaccel.core.streams.parts import QUESTION_S, SHORT_S, WAIT_S, FairLock
+from mmaccel.core.streams.fair_lock import QUESTION_S, SHORT_S, WAIT_S, FairLock
 from mmaccel.core.streams.sources import Clip, IntakeProgress, StreamEvent, Tell
 from mmaccel.core.streams.standing import StandingQuestion
 from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner

@@ -58,7 +58,8 @@ class WaitingUnits:
         live = self.live
         model = None if live.ingests or live.running is not None else live.adapter.batch_key
         plain = type(live.around) is MemoryWrapper and not isinstance(live.state, FrameMemory)
-        if model is None or not plain or "proxy" in live.kv.needs:
+        # What is launched at once takes the device as long as its share of a batch would.
+        if model is None or not plain or "proxy" in live.kv.needs or live.state.replays_pass:
             return None
         return model, live.info.size, self.frames.shape[1:], self.frames.device, live.hidden
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, CallEnded, Deadline
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
+from mmaccel.core.streams.fair_lock import WAIT_S
 from mmaccel.core.streams.intake import How
-from mmaccel.core.streams.parts import WAIT_S
 from mmaccel.core.streams.session import Messages, VideoSession
 from mmaccel.core.streams.sources import Tell
 from mmaccel.core.streams.standing import AnswerChange, StandingQuestion

@@ -225,7 +225,7 @@ class StreamRunner:
             for first in range(0, whole, step):
                 last = min(first + step, whole)
                 shown = moments[len(info.times) - before : last * per_unit - pending]
-                some, turns = frames[first * per_unit : last * per_unit], self.adapter.turns
+                some, turns, others = frames[first * per_unit : last * per_unit], self.adapter.turns, 0.0
                 if turns.is_contended:
                     ours = run_waiting_units(WaitingUnits(self, some, shown), deadline)
                     waited, others = ours.waited, ours.others
@@ -234,7 +234,7 @@ class StreamRunner:
                         info.times += shown
                         self._moved = moved and partial(moved, max(0, first * per_unit - pending), len(shown))
                         self.encode_frames(some)
-                    others = 0.0
+                turns.wait_for_device()
                 self.waits.append(waited)
                 self.waited_s += waited + others
                 progress(last * per_unit - pending)

@@ -78,7 +78,7 @@ class EncodingMemory(StreamMemory):
             self.prefetcher.begin(self._first)
             slots = self.stream.positions.interval_count(self._first)
             if self.pass_replays.works and self._ingested is None and self._searches:
-                self._table = self.store.gather_tables.find(self.prefetcher.places(), self._table)
+                self._table = self.store.gather_tables.find(self.prefetcher.places(ahead=False), self._table)
                 self.store.lanes.wait_for_copies()
             self._set_data_place(1 + slots)
             if self._base:
@@ -195,7 +195,6 @@ class EncodingMemory(StreamMemory):
             told = found.clone()
             self._encoded = [*told[0]]
             self.prefetcher.count_captured(told[1])
-        shared.stay_near_device()
         return out
 
     def _lay_out(self, rows: int, largest: int, shared: GraphBuffers) -> Tensor:

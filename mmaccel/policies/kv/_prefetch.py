@@ -60,7 +60,7 @@ class Prefetcher:
         self._store, self._first, self.room = store, 0, room
         self._sizes = {WINDOW: window, CACHE: layers * room, AHEAD: 0}
         self._places: dict[str, Tensor] = {}
-        self._listed: tuple[Tensor, ...] | None = None
+        self._listed = dict[bool, tuple[Tensor, ...]]()
         with torch.inference_mode(False):
             # What the host knows: the code from which on there are no slots, and where those of what comes ahead begin.
             self._known = torch.zeros(2, dtype=torch.long, device=store.device)
@@ -144,7 +144,7 @@ class Prefetcher:
     def prefetch(self, layer: int, wanted: Tensor) -> None:
         """Start to copy the units (frames) at the codes `wanted` [n] of `predict_codes` from the host, for `layer`."""
         if len(wanted) > self._sizes[AHEAD]:
-            self._sizes[AHEAD], self._listed = len(wanted), None
+            self._sizes[AHEAD] = len(wanted)
             old = self._places.pop(AHEAD, None)
             if old is not None:
                 self._store.lanes.wire.keep_alive(old)
@@ -293,7 +293,9 @@ class Prefetcher:
 
     def _place(self, name: str) -> Tensor:
         if name not in self._places:
-            self._places[name], self._listed = self._empty(self._sizes[name]), None
+            self._places[name] = self._empty(self._sizes[name])
+            for ahead in (True,) if name == AHEAD else (True, False):
+                self._listed.pop(ahead, None)
         return self._places[name]
 
     def _empty(self, units: int) -> Tensor:
@@ -315,16 +317,18 @@ class Prefetcher:
         self.crossing.append(code.flatten())
         self._store.count_copied(0, gathers=len(code))
 
-    def places(self) -> tuple[Tensor, ...]:
-        """Return the device's buffers that codes may speak of; the same object while they stay where they are."""
-        if self._listed is None:
+    def places(self, ahead: bool = True) -> tuple[Tensor, ...]:
+        """Return the device's buffers that codes may speak of; the same object while they stay where they are. Passes of
+        frames read nothing that comes `ahead`, whose buffer grows with questions."""
+        if ahead not in self._listed:
             # What stands for a place that nothing was written to is not read.
             blank = self._empty(1)
-            self._listed = tuple(
+            self._listed[ahead] = tuple(
                 self._places.get(name, blank.expand(units, -1, -1, -1, -1))
                 for name, units in self._sizes.items()
+                if ahead or name != AHEAD
             )
-        return self._listed
+        return self._listed[ahead]
 
 
 class QueryPrediction:

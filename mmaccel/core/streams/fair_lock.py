@@ -1,0 +1,317 @@
+"""`FairLock`: the fair lock of threads that share a model, and the order in which what they launch runs on a GPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from time import monotonic
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from mmaccel.core.decoding.batch import Batch, BatchedAnswerSteps
+from mmaccel.core.decoding.generate import Speculation
+
+WAIT_S = 0.05
+"""Seconds between two checks of the deadline while a call waits for its turn."""
+PATIENCE_S = 0.02
+"""Seconds that a token waits before a pass stands still for it: with a layer and the token's own step, half of 60 ms."""
+
+QUESTION_S = 0.25
+"""A question comes before passes of frames that have waited for less: a frame has a second or so until it is asked about."""
+SHORT_S = 1.0
+"""So does what is done before and after a pass, so that passes wait at once."""
+AHEAD = 2
+"""Captured passes of frames that the device runs or has queued, at most: behind them a question waits on the device."""
+
+
+class _Waiter(NamedTuple):
+    thread: int
+    event: threading.Event
+    since: float
+    token: bool = False
+    ahead: float = 0.0
+    over: Callable[[], bool] | None = None
+
+
+class FairLock:
+    """A lock that threads get in the order in which they asked for it; its holder may take it again.
+
+    A holder with a long task yields in between: waiting threads get their turns, and it continues after them. A forward pass
+    of frames yields only to answer tokens, which read snapshots: nothing else may see its half-written memory.
+
+    On a GPU a holder launches a captured pass and leaves, before the device has run it. Answer tokens then run beside it, on
+    a CUDA stream of higher priority (`token_stream`); the next passes of frames wait while `AHEAD` of them are not done.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[_Waiter] = deque()
+        self._holder: int | None = None
+        self._depth, self._paused, self._jumped = 0, False, False
+        self._still: _Waiter | None = None  # the pass that stands still for tokens
+        self._behind: Any = None  # when the device has done what came before the last layer
+        self._launched = deque[Any]()  # events, when the device has done the passes of frames
+        self._token_stream: Any = None
+        self.steps: Callable[[], Any] = lambda: None  # what streams share, while one of them holds the model
+        self.answers = [0, 0]
+        """Answers under way that can share steps: on the usual CUDA stream, and on that of tokens."""
+        self.waiting_passes = list[Any]()
+        """Passes of frames that wait (`joint.WaitingUnits`); whoever has the turn may run them."""
+
+    @property
+    def is_contended(self) -> bool:
+        """Whether another thread holds the lock, or a pass waits for it or for the device."""
+        others = self._holder not in (None, threading.get_ident())
+        return others or bool(self.waiting_passes) or len(self._launched) >= AHEAD
+
+    @contextmanager
+    def hold(self, deadline: Any = None, **how: Any) -> Iterator[float]:
+        """Context that holds the lock and gives the seconds waited. Raises `CallEnded` if the deadline comes first.
+
+        token  whether the caller runs tokens of an answer
+        ahead  seconds (`QUESTION_S`, `SHORT_S`): the caller goes before passes of frames that have waited for less
+        over   of a pass of frames: returns whether another holder has run it already; the context then begins without the
+               lock. It gets no turn while `AHEAD` passes are not done.
+        """
+        began = monotonic()
+        held = self._acquire(deadline, **how)
+        try:
+            yield monotonic() - began
+        finally:
+            if held:
+                self._release()
+
+    def yield_lock(self, inside: bool = False) -> None:
+        """Release the lock to waiting threads, then hold it again to go on: with the next token or, `inside`, in the middle
+        of a forward pass. One pass at a time may pause for all waiting threads, others only for answer tokens."""
+        if inside and self._paused:
+            self.yield_to_answers()
+        else:
+            self._aside(lambda: bool(self._waiting), token=not inside, inside=inside)
+
+    def yield_to_answers(self) -> None:
+        """In the middle of a pass, give turns to answer tokens that have waited for `PATIENCE_S` seconds, nothing else."""
+        self._aside(lambda: self._still is None and self._late() is not None, still=True)
+
+    def yield_between_layers(self, device: torch.device, *_: Any) -> None:
+        """Give waiting answer tokens their turns, between two layers of a pass on `device`. While one waits, the host runs
+        at most one layer ahead of the device."""
+        with self._lock:
+            waits = any(one.token for one in self._waiting)
+        if waits and device.type == "cuda":
+            behind, self._behind = self._behind, torch.cuda.current_stream(device).record_event()
+            if behind is not None:
+                behind.synchronize()
+        self.yield_to_answers()
+
+    def wait_for_paused_pass(self) -> None:
+        """Wait until no forward pass is paused in the middle."""
+        self._aside(lambda: self._still is not None)
+
+    def _aside(
+        self, when: Callable[[], bool], token: bool = False, inside: bool = False, still: bool = False
+    ) -> None:
+        """Queue as the last one, if the lock is held and `when` says so, and wait for it."""
+        with self._lock:
+            if self._holder != threading.get_ident() or not when():
+                return
+            depth, self._paused = self._depth, self._paused or inside
+            mine = self._queue(token=token)
+            self._still = mine if still else self._still
+            self._next()
+        try:
+            while not mine.event.is_set():
+                try:
+                    mine.event.wait()
+                except BaseException:
+                    mine.event.wait()  # what is left behind is not to be at work in another's turn
+                    raise
+        finally:
+            self._depth = depth
+            self._paused = self._paused and not inside
+
+    def add_launched_pass(self, device: torch.device) -> None:
+        """Note that the holder launched a pass of frames on `device`, which is to call `wait_for_device` after its turn."""
+        if device.type == "cuda":
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            self._launched.append(event)
+
+    def wait_for_device(self) -> None:
+        """Wait, without holding the lock, while `AHEAD` launched passes of frames are not done."""
+        while len(self._launched) >= AHEAD:
+            with self._lock:
+                oldest = self._launched[0] if self._launched else None
+            if oldest is not None:
+                oldest.synchronize()
+            self._wake()
+
+    def _wake(self) -> None:
+        """Give the lock, if it is free, to a pass that waited for the device."""
+        with self._lock:
+            self._drop_done_passes()
+            if self._holder is None:
+                self._next()
+
+    def _drop_done_passes(self) -> None:
+        while self._launched and self._launched[0].query():
+            self._launched.popleft()
+
+    @contextmanager
+    def token_stream(self, device: torch.device, when: bool = True) -> Iterator[None]:
+        """Context in which the thread launches the tokens of answers, on a CUDA stream of high priority: behind what is
+        queued at its start, beside passes of frames that come later. What follows the context runs behind it. Does nothing
+        on a CPU, or unless `when`."""
+        if device.type != "cuda" or not when:
+            yield
+            return
+        with torch.cuda.device(device):
+            usual = torch.cuda.current_stream()
+            if self._token_stream is None:
+                self._token_stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+            stream = self._token_stream
+            stream.wait_stream(usual)
+            try:
+                with torch.cuda.stream(stream):
+                    yield
+            finally:
+                usual.wait_stream(stream)
+
+    def decode_answer(self, one: Speculation, shares: bool, apart: bool = False) -> None:
+        """Decode an answer, holding the lock; with `shares` its steps may be batched with those of other answers, and with
+        `apart` they run in `token_stream`."""
+        self.answers[apart] += shares
+        adapter: Any = one.target.adapter  # type: ignore[attr-defined]
+        try:
+            with self.token_stream(adapter.device, apart):
+                while not one.ended:
+                    if shares and self.answers[apart] > 1 and adapter.can_batch_answers:
+                        one.target.together = BatchedAnswerSteps(self)
+                        with self.release_temporarily():
+                            self.batches[apart].run([one])
+                    else:
+                        one.commit_next_tokens()
+        finally:
+            self.answers[apart] -= shares
+
+    @cached_property
+    def batches(self) -> tuple[Batch, Batch]:
+        """In which answers that share steps are decoded (see `answers`); each round holds the lock."""
+        return Batch(holding=partial(self.hold, token=True)), Batch(holding=partial(self.hold, token=True))
+
+    @contextmanager
+    def release_temporarily(self) -> Iterator[None]:
+        """Context in which the holder releases the lock; at exit it waits to hold it again."""
+        with self._lock:
+            assert self._holder == threading.get_ident()
+            depth = self._depth
+            self._next()
+        try:
+            yield
+        finally:
+            try:
+                self._acquire(None, token=True)
+            except BaseException:
+                self._acquire(None, token=True)  # what is left behind is not to be at work in another's turn
+                self._depth = depth
+                raise
+            self._depth = depth
+
+    def reset_after_fork(self) -> None:
+        """Reset the lock in a forked child process, where no other thread exists that could hold it."""
+        mine = self._holder == threading.get_ident()
+        self._lock, self._waiting = threading.Lock(), deque()
+        self._holder, self._depth = (self._holder, self._depth) if mine else (None, 0)
+        self._paused, self._still, self.waiting_passes = False, None, []
+        self._launched.clear()
+        self.__dict__.pop("batches", None)
+
+    def _queue(self, **how: Any) -> _Waiter:
+        mine = _Waiter(threading.get_ident(), threading.Event(), monotonic(), **how)
+        self._waiting.append(mine)
+        return mine
+
+    def _acquire(self, deadline: Any, over: Callable[[], bool] | None = None, **how: Any) -> bool:
+        """Wait for the lock; return whether it is held, which it is not where what it was wanted for is `over`."""
+        if deadline is not None:
+            deadline.check()
+        me = threading.get_ident()
+        with self._lock:
+            if self._holder == me:
+                self._depth += 1
+                return True
+            mine = self._queue(over=over, **how)
+            if self._holder is None:
+                self._next()
+        try:
+            while not mine.event.wait(None if deadline is None and over is None else WAIT_S):
+                if deadline is not None:
+                    deadline.check()
+                if over is not None:
+                    self._wake()
+        except BaseException:
+            with self._lock:
+                if mine in self._waiting:
+                    self._waiting.remove(mine)
+                    raise
+            if self._holder == me:
+                self._release()
+            raise
+        return self._holder == me
+
+    def _release(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if not self._depth:
+                self._next()
+
+    def _late(self) -> _Waiter | None:
+        """The token that has waited longest, if that is too long; `_lock` is held."""
+        late = monotonic() - PATIENCE_S
+        return next((one for one in self._waiting if one.token and one.since <= late), None)
+
+    def _next(self) -> None:
+        """Give the lock to who has waited longest, every other time to a token that waits for too long; while a pass stands
+        still for tokens, to these or back to it. `_lock` is held."""
+        self._holder, self._depth = None, 0
+        for mine in [one for one in self._waiting if one.over is not None and one.over()]:
+            self._waiting.remove(mine)
+            mine.event.set()
+        self._drop_done_passes()
+        able = [one for one in self._waiting if self._still is None or one.token or one is self._still]
+        if len(self._launched) >= AHEAD:
+            able = [one for one in able if one.over is None]
+        late = None if self._jumped else self._late()
+        self._jumped = late is not None
+        if able:
+            mine = able[0] if late is None else late
+            if mine.over is not None:
+                waited = monotonic() - mine.since
+                mine = next((one for one in able if one.ahead > waited), mine)
+            self._waiting.remove(mine)
+            self._still = None if mine is self._still else self._still
+            self._holder, self._depth = mine.thread, 1
+            mine.event.set()
+
+
+_turns: WeakKeyDictionary[nn.Module, FairLock] = WeakKeyDictionary()
+
+
+def fair_lock_of(model: nn.Module) -> FairLock:
+    """Return the lock that streams on `model` share, one for each text model."""
+    return _turns.setdefault(model, FairLock())
+
+
+def _forked() -> None:
+    for turns in _turns.values():
+        turns.reset_after_fork()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -39,6 +40,10 @@ class ModuleFingerprint:
         """The `forward` of each module of the snapshot that has one in place of its class's, else None."""
         return [vars(one).get("forward") for one in self._all]
 
+    def foreign_forwards(self) -> list[Any]:
+        """As `own_forwards`, without what wraps them for passes of streams, of this thread or of one that is paused."""
+        return [_unwrapped(one, forward) for one, forward in zip(self._all, self.own_forwards(), strict=True)]
+
     def has_foreign_modules(self) -> bool:
         """Whether any module is of another library: an adapter, say, which may be switched off and leave no trace."""
         return any(type(one).__module__.partition(".")[0] not in _KNOWN for one in self._all)
@@ -56,16 +61,25 @@ class BuffersOfModule:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._watched = module, ModuleFingerprint([module])
-        self._buffers, self._forwards = GraphBuffers(home_device(module)), self._watched.own_forwards()
+        self._buffers, self._forwards = GraphBuffers(home_device(module)), self._watched.foreign_forwards()
         self._foreign = self._watched.has_foreign_modules()
 
     def find(self) -> GraphBuffers | None:
         """Return the buffers, anew if the module has changed; None if it has hooks or parts of another library, if it could
         not be captured, or under autocast."""
-        if self._forwards != self._watched.own_forwards() or not self._watched.is_unchanged([self._module]):
+        known = self._forwards == self._watched.foreign_forwards()
+        if not known or not self._watched.is_unchanged([self._module]):
             self.__init__(self._module)  # type: ignore[misc]
         never = self._foreign or self._buffers.unfit or self._watched.has_hooks()
         return None if never or torch.is_autocast_enabled(home_device(self._module).type) else self._buffers
+
+
+def _unwrapped(module: nn.Module, forward: Any) -> Any:
+    """The `forward` of `module` that our wrappers (`Hooks.wrap`, `rebind_function`) call in the end; None if it is that of
+    the module's class."""
+    while isinstance(forward, partial) and str(forward.func.__module__).startswith("mmaccel."):
+        forward = forward.__wrapped__  # type: ignore[attr-defined]
+    return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def has_foreign_hooks(modules: Iterable[nn.Module]) -> bool:

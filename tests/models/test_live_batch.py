@@ -287,3 +287,35 @@ def test_what_is_not_replayed_is_a_batch(why: str, monkeypatch: pytest.MonkeyPat
         sessions[2].watch(film(2), fps=FPS)
         assert calls
     sessions[0]._stream_adapter.each.close()  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def test_a_long_question_that_gives_way_leaves_the_captures_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes through the modules, which wrap their forward for it while a frame comes in between two layers."""
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    monkeypatch.setattr(replay, "_Replay", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    first, second = opened("random-ov", MEMORIES["rekv"])[:2]
+    shared = first._stream_adapter.each.unit_buffers  # type: ignore[attr-defined]
+    for one in (first, second):
+        one._live.state.pass_replays.works = True  # type: ignore[union-attr]
+        for _ in range(3):
+            one.watch(film(2), fps=FPS)
+    buffers, turns, found = shared.find(), first._stream_adapter.turns, list[Any]()
+    give_way = turns.yield_lock
+
+    def meet(inside: bool = False) -> None:
+        if inside and len(found) < 2:
+            (thread,) = beside(lambda: (found.append(shared.find()), second.watch(film(2), fps=FPS)))
+            while thread.is_alive():
+                give_way(inside)
+        give_way(inside)
+
+    monkeypatch.setattr(turns, "yield_lock", meet)
+    captures = heard(monkeypatch, replay, "capture_graph", lambda *_: True)
+    first.ask(f"{QUESTION} " * 30, 2)
+    assert found == [buffers] * 2 and shared.find() is buffers and not captures
+    layer = first._stream_adapter.model.model.language_model.layers[0]  # type: ignore[attr-defined]
+    calls = heard(monkeypatch, layer.mlp, "forward", lambda *_: True)
+    assert shared.find() is not buffers and not calls  # a user's own forward is one to be captured
+    first._stream_adapter.each.close()  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ docs/architecture.md from `WALLS` and `LAB_WALLS`.
 """
 
 import ast
+import cProfile
 import dataclasses
 import functools
 import gc
@@ -188,13 +189,13 @@ def entered(call: Callable[[], object]) -> set[str]:
         if event == "call":
             codes.add(frame.f_code)
 
+    main = cProfile.Profile(subcalls=False, builtins=False)
     threading.setprofile(see)
-    sys.setprofile(see)
     try:
-        call()
+        main.runcall(call)
     finally:
-        sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
+    codes.update(entry.code for entry in main.getstats() if isinstance(entry.code, CodeType))
     top = f"{PACKAGE}/"
     return {code.co_filename.removeprefix(top) for code in codes if code.co_filename.startswith(top)}
 

@@ -1,14 +1,18 @@
 """A clip, a model that knows nothing, and a way to run commands."""
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import typer
 
 from mmaccel.cli import console
 from mmaccel_lab.world import World, write_mp4
 from tests.cli import Call
+
+GET_COMMAND = functools.cache(typer.main.get_command)
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +32,12 @@ def ov(random_folder: Callable[[str], Path]) -> str:
 def slow_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """No line of progress comes between what a command says, however slow the machine is."""
     monkeypatch.setattr(console, "EVERY_S", 3600.0)
+
+
+@pytest.fixture(autouse=True)
+def built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options of all commands are read from their functions by the first call, not by each."""
+    monkeypatch.setattr(typer.main, "get_command", GET_COMMAND)
 
 
 @pytest.fixture(autouse=True)

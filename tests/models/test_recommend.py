@@ -159,7 +159,7 @@ def test_the_preset_that_fits_is_taken_and_what_does_not_says_by_how_much() -> N
     assert short.name in LOSSLESS, "a lossless one where it takes little longer"
     nothing = recommend(SIZES, work(memory=GB), DEVICE)
     assert nothing.name is None and "Nothing fits" in nothing.why and "GB more" in nothing.why
-    live = recommend(SIZES, work(live=True, frames=10**6), DEVICE)
+    live = recommend(SIZES, work(live=True, frames=10**5), DEVICE)
     assert live.name == "stream" and set(live.costs) == {"stream"}
     assert live.costs["stream"].host_bytes <= 500 * GB
     only = recommend(SIZES, work(frames=1800), DEVICE, lossless=True)

@@ -7,7 +7,8 @@ CONSTRAINTS ?= constraints.txt
 OUT ?= runs/tiny
 SECONDS_EACH ?= 1050
 # One thread a process: the tests run in several, and the models are small.
-TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# What is compiled is kept: processes that tests start would else read each source anew.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 WORKERS ?= auto
 # glibc keeps what was freed: else the kernel clears pages anew in one run and not in the next.
 STEADY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=67108864

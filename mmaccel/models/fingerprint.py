@@ -78,8 +78,11 @@ def _unwrapped(module: nn.Module, forward: Any) -> Any:
     """The `forward` of `module` that our wrappers (`Hooks.wrap`, `rebind_function`) call in the end; None if it is that of
     the module's class."""
     while isinstance(forward, partial) and str(forward.func.__module__).startswith("mmaccel."):
-        forward = forward.__wrapped__  # type: ignore[attr-defined]
-    return None if getattr(forward, "__func__", None) is type(module).forward else forward
+        if (inner := getattr(forward, "__wrapped__", None)) is None:
+            break
+        forward = inner
+    own = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
+    return None if own else forward
 
 
 def has_foreign_hooks(modules: Iterable[nn.Module]) -> bool:

@@ -76,25 +76,25 @@ class CapturedStreamSteps:
         # Before each layer of attention, and behind the last.
         self._leads: list[list[FusedDeltaNetStep]] = [[]]
         self._state_slots: StateSlots | None = None
-        self._of_stream, self.tower = dict[int, CudaGraphCache](), CapturedVisionTower(model, family)
+        self._device = home_device(model)
+        self._graphs = CudaGraphCache(self._device), CudaGraphCache(self._device)
+        self.tower = CapturedVisionTower(model, family)
         self.unit_buffers = BuffersOfModule(family.text_model(model))
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._caches = CacheTable()
 
     def close(self) -> None:
         """Free the captured CUDA graphs."""
-        self._of_stream.clear()
+        self._graphs = CudaGraphCache(self._device), CudaGraphCache(self._device)
         self.tower = CapturedVisionTower(self.model, self._family)
         self.unit_buffers = BuffersOfModule(self._family.text_model(self.model))
 
     @property
     def _replays(self) -> CudaGraphCache:
-        """The graphs and buffers of the current CUDA stream: answers run on one of their own, beside questions."""
-        device = home_device(self.model)
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        if stream not in self._of_stream:
-            self._of_stream[stream] = CudaGraphCache(device)
-        return self._of_stream[stream]
+        """The graphs and buffers of the token stream, which has priority, if that is the current one; or all others'."""
+        usual, of_tokens = self._graphs
+        on = self._device
+        return of_tokens if on.type == "cuda" and torch.cuda.current_stream(on).priority < 0 else usual
 
     def can_run_fused(self, rows: Tensor, again: bool = False) -> bool:
         """Whether fused steps can run `rows` [n, E]: at most 64 rows, and unhooked layers on their device that

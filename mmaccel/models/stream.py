@@ -156,15 +156,15 @@ class StreamForwardPasses:
         if shared:
             with self.hold_model():
                 forward = partial(self._forward, run, hidden=hidden, hooks={})
-                out = state.replay_forward(embeds, forward, shared)
-                self.turns.add_launched_pass(self.device)
-                return out
+                return self.turns.add_launched_pass(state.replay_forward(embeds, forward, shared))
         return self._forward(run, embeds, hidden, input_hooks or {}, few, running)
 
     def pass_buffers(self, state: StreamState, embeds: Tensor) -> Any:
         """What replays the pass of units `embeds` that has begun on `state`; None: it is launched."""
         whole = embeds.device.type in step.DEVICES and embeds.shape[1] == self.view.geometry.hidden
-        return step.shared_captured_steps(self).unit_buffers.find() if whole and state.replays_pass else None
+        found = step.shared_captured_steps(self).unit_buffers.find() if whole and state.replays_pass else None
+        state.replays_pass = found is not None
+        return found
 
     def _forward(
         self, run: Any, embeds: Tensor, hidden: bool, hooks: Any, few: bool = False, running: Any = None

@@ -3,6 +3,7 @@ nothing is kept, whether it leaves or breaks."""
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -175,19 +176,19 @@ def test_passes_wait_for_the_device_and_nobody_else_does(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "Event", lambda **how: passes.append(Launched()) or passes[-1])
     monkeypatch.setattr(torch.cuda, "current_stream", Mock())
-    asked, passes = Asked(), list[Launched]()
+    asked, passes, on_gpu = Asked(), list[Launched](), Mock(is_cuda=True)
     turns = asked.turns
 
     def launch(name: str) -> None:
         with turns.hold(over=lambda: False):
             asked.order.append(name)
-            turns.add_launched_pass(torch.device("cuda"))
+            turns.add_launched_pass(on_gpu)
         turns.wait_for_device()
         asked.order.append(f"{name} is near")
 
     launch("first")
     asked.threads += beside(lambda: launch("second"))
-    until(lambda: len(passes) == 2)
+    until(lambda: len(passes) == 2 and turns._holder is None)
     assert turns.is_contended
     asked(lambda: launch("third"))
     with turns.hold():
@@ -200,9 +201,26 @@ def test_passes_wait_for_the_device_and_nobody_else_does(monkeypatch: pytest.Mon
     for one in passes:
         one.done.set()
     assert {*asked.over()[5:]} == {"second is near", "third", "third is near"}
-    assert not turns.is_contended or (not turns._wake() and not turns.is_contended)
-    turns.add_launched_pass(torch.device("cpu"))
+    turns.add_launched_pass(torch.zeros(1))
     assert len(passes) == 3
+
+    def launch_three() -> None:
+        with turns.hold(over=lambda: False):
+            for _ in range(3):
+                turns.add_launched_pass(on_gpu)
+        turns.wait_for_device()
+
+    asked.threads += beside(launch_three)
+    until(lambda: len(passes) == 6)
+    time.sleep(0.05)
+    assert turns._holder is not None  # the third waits for the first
+    passes[3].done.set()
+    until(lambda: turns._holder is None)
+    passes[4].query = Mock(side_effect=RuntimeError("illegal memory access"))
+    with turns.hold():  # of which whoever uses the device next is told
+        passes[4].done.set()
+    asked.over()
+    assert not turns.is_contended
 
 
 def test_a_token_does_not_wait_for_all_who_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,8 @@ def grow_buffer(
     if buffer is not None:
         count = min(buffer.shape[axis], buffer.shape[axis] if used is None else used)
         out.narrow(axis, 0, count).copy_(buffer.narrow(axis, 0, count))
+        if buffer.is_cuda and not torch.cuda.is_current_stream_capturing():
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))  # it may be of another one
     return out
 
 

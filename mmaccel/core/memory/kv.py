@@ -280,7 +280,7 @@ class StreamState(KVState):
         """Restrict this snapshot's question to the units (frames) from `first` to before `end`: it retrieves no others."""
 
     parts: bool = False  # whether units may also come while the question of a snapshot is between two layers
-    replays_pass: bool = False  # whether the "units" pass that has begun may run by `replay_forward`
+    replays_pass: bool = False  # whether the "units" pass that begun last runs, or ran, by `replay_forward`
     several: bool = False  # whether another snapshot may be asked while the answer on one is decoded
     apart: bool = False  # whether steps of an answer read nothing that passes of frames write
     forgets: bool = False  # whether units may become too old (`forget_old_units`)

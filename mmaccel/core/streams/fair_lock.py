@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmaccel.core.decoding.batch import Batch, BatchedAnswerSteps
 from mmaccel.core.decoding.generate import Speculation
@@ -137,12 +137,19 @@ class FairLock:
             self._depth = depth
             self._paused = self._paused and not inside
 
-    def add_launched_pass(self, device: torch.device) -> None:
-        """Note that the holder launched a pass of frames on `device`, which is to call `wait_for_device` after its turn."""
-        if device.type == "cuda":
+    def add_launched_pass(self, out: Tensor) -> Tensor:
+        """Note that the holder launched a pass of frames, and return what it gives, `out`. The holder is to call
+        `wait_for_device` after its turn. If a turn has more than `AHEAD` passes, wait for the first of them."""
+        if out.is_cuda:
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
+            event.record(torch.cuda.current_stream(out.device))
             self._launched.append(event)
+            with self._lock:
+                self._drop_done_passes()
+                late = [self._launched.popleft() for _ in range(len(self._launched) - AHEAD)]
+            for one in late:
+                one.synchronize()
+        return out
 
     def wait_for_device(self) -> None:
         """Wait, without holding the lock, while `AHEAD` launched passes of frames are not done."""
@@ -154,21 +161,25 @@ class FairLock:
             self._wake()
 
     def _wake(self) -> None:
-        """Give the lock, if it is free, to a pass that waited for the device."""
+        """Give the lock, if it is free, to who is next, now that the device may have done a pass."""
         with self._lock:
             self._drop_done_passes()
             if self._holder is None:
                 self._next()
 
     def _drop_done_passes(self) -> None:
-        while self._launched and self._launched[0].query():
-            self._launched.popleft()
+        try:
+            while self._launched and self._launched[0].query():
+                self._launched.popleft()
+        except RuntimeError:  # of the device, which whoever uses it next is told
+            self._launched.clear()
 
     @contextmanager
     def token_stream(self, device: torch.device, when: bool = True) -> Iterator[None]:
-        """Context in which the thread launches the tokens of answers, on a CUDA stream of high priority: behind what is
-        queued at its start, beside passes of frames that come later. What follows the context runs behind it. Does nothing
-        on a CPU, or unless `when`."""
+        """Context in which the thread, which holds the lock, launches the tokens of an answer, on a CUDA stream of high
+        priority. It begins when the device has done what is queued, and lets others have the lock until then; passes of
+        frames that come later run beside it. What follows the context runs behind it. Does nothing on a CPU, or unless
+        `when`."""
         if device.type != "cuda" or not when:
             yield
             return
@@ -176,8 +187,11 @@ class FairLock:
             usual = torch.cuda.current_stream()
             if self._token_stream is None:
                 self._token_stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-            stream = self._token_stream
-            stream.wait_stream(usual)
+            stream, ready = self._token_stream, torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            ready.record(usual)
+            # Not on the device, where the tokens of other answers would wait too.
+            with self.release_temporarily():
+                ready.synchronize()
             try:
                 with torch.cuda.stream(stream):
                     yield

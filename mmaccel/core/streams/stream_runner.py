@@ -230,7 +230,7 @@ class StreamRunner:
                     ours = run_waiting_units(WaitingUnits(self, some, shown), deadline)
                     waited, others = ours.waited, ours.others
                 else:
-                    with turns.hold(deadline) as waited:
+                    with turns.hold(deadline, over=lambda: False) as waited:
                         info.times += shown
                         self._moved = moved and partial(moved, max(0, first * per_unit - pending), len(shown))
                         self.encode_frames(some)

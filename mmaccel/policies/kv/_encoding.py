@@ -27,7 +27,7 @@ from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.store.slabs import GatherTable
 
 REPLAYED = 4
-"""The largest pass in units that is captured. Tokens of answers wait for all of it; on a larger one the device works longer
+"""The largest pass in units that is captured. It is one launch; on a larger one the device works longer
 than the host launches."""
 
 
@@ -231,11 +231,10 @@ class EncodingMemory(StreamMemory):
         return KVView(shown[:1], shown[1:], sinks=near, window=self.window * unit, query=query)
 
     def _break_off(self) -> None:
-        super()._break_off()
-        if self.replays_pass:
+        if self.replays_pass and self._stream_pass is not None:
             # What a graph reads of the store is read where the model computes.
             self.store.lanes.wire.wait(self.store.lanes.compute_queue.record_mark())
-        self.replays_pass = False
+        super()._break_off()
 
     def _move(self, stream_pass: StreamPass) -> None:
         encoded, self._encoded = self._encoded, []

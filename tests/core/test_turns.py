@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
 
@@ -221,6 +222,29 @@ def test_passes_wait_for_the_device_and_nobody_else_does(monkeypatch: pytest.Mon
         passes[4].done.set()
     asked.over()
     assert not turns.is_contended
+
+
+def test_an_answer_waits_for_the_device_without_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, usual, tokens = threading.Event(), Mock(), Mock()
+    event = Mock(synchronize=done.wait)
+    for name, made in dict(Event=event, current_stream=usual, Stream=tokens).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, made=made, **how: made)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    asked = Asked()
+
+    def answer() -> None:
+        with asked.turns.hold(), asked.turns.token_stream(torch.device("cuda")):
+            asked.order.append("token")
+            assert asked.turns._holder == threading.get_ident() and not usual.wait_stream.called
+
+    asked.threads += beside(answer)
+    until(lambda: event.record.called and asked.turns._holder is None)
+    with asked.turns.hold():
+        asked.order.append("pass")
+    done.set()
+    assert asked.over() == ["pass", "token"]
+    usual.wait_stream.assert_called_once_with(tokens)
 
 
 def test_a_token_does_not_wait_for_all_who_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ QUESTION_S = 0.25
 """A question comes before passes of frames that have waited for less: a frame has a second or so until it is asked about."""
 SHORT_S = 1.0
 """So does what is done before and after a pass, so that passes wait at once."""
-AHEAD = 2
+LAUNCHED = 2
 """Captured passes of frames that the device runs or has queued, at most: behind them a question waits on the device."""
 
 
@@ -47,7 +47,7 @@ class FairLock:
     of frames yields only to answer tokens, which read snapshots: nothing else may see its half-written memory.
 
     On a GPU a holder launches a captured pass and leaves, before the device has run it. Answer tokens then run beside it, on
-    a CUDA stream of higher priority (`token_stream`); the next passes of frames wait while `AHEAD` of them are not done.
+    a CUDA stream of higher priority (`token_stream`); the next passes of frames wait while `LAUNCHED` of them are not done.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class FairLock:
     def is_contended(self) -> bool:
         """Whether another thread holds the lock, or a pass waits for it or for the device."""
         others = self._holder not in (None, threading.get_ident())
-        return others or bool(self.waiting_passes) or len(self._launched) >= AHEAD
+        return others or bool(self.waiting_passes) or len(self._launched) >= LAUNCHED
 
     @contextmanager
     def hold(self, deadline: Any = None, **how: Any) -> Iterator[float]:
@@ -78,7 +78,7 @@ class FairLock:
         token  whether the caller runs tokens of an answer
         ahead  seconds (`QUESTION_S`, `SHORT_S`): the caller goes before passes of frames that have waited for less
         over   of a pass of frames: returns whether another holder has run it already; the context then begins without the
-               lock. It gets no turn while `AHEAD` passes are not done.
+               lock. It gets no turn while `LAUNCHED` passes are not done.
         """
         began = monotonic()
         held = self._acquire(deadline, **how)
@@ -139,21 +139,21 @@ class FairLock:
 
     def add_launched_pass(self, out: Tensor) -> Tensor:
         """Note that the holder launched a pass of frames, and return what it gives, `out`. The holder is to call
-        `wait_for_device` after its turn. If a turn has more than `AHEAD` passes, wait for the first of them."""
+        `wait_for_device` after its turn. If a turn has more than `LAUNCHED` passes, wait for the first of them."""
         if out.is_cuda:
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(out.device))
             self._launched.append(event)
             with self._lock:
                 self._drop_done_passes()
-                late = [self._launched.popleft() for _ in range(len(self._launched) - AHEAD)]
+                late = [self._launched.popleft() for _ in range(len(self._launched) - LAUNCHED)]
             for one in late:
                 one.synchronize()
         return out
 
     def wait_for_device(self) -> None:
-        """Wait, without holding the lock, while `AHEAD` launched passes of frames are not done."""
-        while len(self._launched) >= AHEAD:
+        """Wait, without holding the lock, while `LAUNCHED` passes of frames are not done."""
+        while len(self._launched) >= LAUNCHED:
             with self._lock:
                 oldest = self._launched[0] if self._launched else None
             if oldest is not None:
@@ -300,7 +300,7 @@ class FairLock:
             mine.event.set()
         self._drop_done_passes()
         able = [one for one in self._waiting if self._still is None or one.token or one is self._still]
-        if len(self._launched) >= AHEAD:
+        if len(self._launched) >= LAUNCHED:
             able = [one for one in able if one.over is None]
         late = None if self._jumped else self._late()
         self._jumped = late is not None

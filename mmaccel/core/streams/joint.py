@@ -58,7 +58,7 @@ class WaitingUnits:
         live = self.live
         model = None if live.ingests or live.running is not None else live.adapter.batch_key
         plain = type(live.around) is MemoryWrapper and not isinstance(live.state, FrameMemory)
-        # What is launched at once takes the device as long as its share of a batch would.
+        # A captured pass is one launch for the host; as part of a batch it would be launched layer by layer.
         if model is None or not plain or "proxy" in live.kv.needs or live.state.replays_pass:
             return None
         return model, live.info.size, self.frames.shape[1:], self.frames.device, live.hidden

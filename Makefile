@@ -22,7 +22,7 @@ SEED ?= 100
 SOURCE ?= $(notdir $(STOCK:/=))
 STOCK_OUT ?= runs/stock.jsonl
 
-.PHONY: install serve demo test test-page test-numeric test-oldest test-stock check lint types house house-write docs train pictures bench clean
+.PHONY: install serve demo test test-shard test-seconds test-page test-numeric test-oldest test-stock check lint types house house-write docs train pictures bench clean
 
 install: $(STAMP)
 
@@ -50,6 +50,16 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS)
+
+# One shard of the slow tests, another one at each commit; all of them by SHARDS=1, which takes hours.
+SHARDS ?= 16
+SHARD ?= $(shell git show -s --format=%ct HEAD 2>/dev/null || date +%s)
+test-shard: $(STAMP)
+	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS) -m 'slow and not gpu and not page' --shard $(SHARD)/$(SHARDS)
+
+# What each test takes, written in tests/seconds.json, by which tests/selection.py says which are slow.
+test-seconds: $(STAMP)
+	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS) -m 'not gpu and not page' --write-seconds
 
 # What hangs on the products of a CPU, by the kernels of several processors.
 test-numeric: $(STAMP)

@@ -85,6 +85,7 @@ def trespasses(path: Path) -> Iterator[str]:
             yield f"{inside} imports {name}"
 
 
+@pytest.mark.always
 def test_imports_run_one_way() -> None:
     assert [told for path in SHIPPED for told in trespasses(path)] == []
 
@@ -101,18 +102,13 @@ def test_the_page_s_arrows_are_the_walls() -> None:
     assert house.page_arrows() == house.arrows(), "run `make house-write`"
 
 
-@pytest.fixture(scope="module")
-def counts() -> list[house.Count]:
-    return house.text_counts() + house.call_counts(house.files_of_calls())
-
-
-def test_no_count_is_over_its_ceiling(counts: list[house.Count]) -> None:
-    """A ceiling only falls, by `make house-write`; a count that has come to its mark stays there."""
-    tops = house.ceilings()
-    assert {c.name for c in counts} == set(tops)
+def test_no_count_of_the_text_is_over_its_ceiling() -> None:
+    """A ceiling only falls, by `make house-write`; those of calls are held by `make house`, which CI runs."""
+    tops, counts = house.ceilings(), house.text_counts()
     assert [c for c in counts if tops[c.name] < c.mark] == []
-    over = {c.name: (c.value, tops[c.name], c.detail) for c in counts if c.value > tops[c.name]}
-    assert over == {}, "`python -m tests.house --files` names the files"
+    assert house.over(counts) == {}, "`python -m tests.house --files` names the files"
+    raised = dataclasses.replace(counts[0], value=tops[counts[0].name] + 1)
+    assert house.over([raised, *counts[1:]]) == {raised.name: (raised.value, raised.value - 1, raised.detail)}
 
 
 def test_circles_are_found() -> None:
@@ -124,6 +120,7 @@ def test_circles_are_found() -> None:
     assert house.circles(edges) == [["a", "b", "c"], ["d", "e"]]
 
 
+@pytest.mark.always
 def test_mmaccel_looks_for_the_lab_in_one_place() -> None:
     """An import is caught by the walls; here also a name in a string, which `importlib` could take."""
     name = re.compile(r"^\s*mmaccel_lab\b")

@@ -181,6 +181,7 @@ def stale(sources: Mapping[str, str]) -> list[str]:
     return [f"{name}: {one}" for name, one in left if not THEIRS.fullmatch(one)]
 
 
+@pytest.mark.always
 def test_docstrings_name_what_there_is() -> None:
     assert stale({str(path): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}) == []
     assert stale({"a.py": 'def new():\n    """As `old` and `new` do, and `other.new()`."""'}) == ["a.py: old"]
@@ -201,6 +202,7 @@ def run(code: str, blocked: tuple[str, ...] = ()) -> str:
     return python("-c", BLOCK.format(blocked=set(blocked)) + code).stdout
 
 
+@pytest.mark.always
 def test_import_loads_no_heavy_package_and_starts_no_device_and_help_no_model_code() -> None:
     """A room is open when it is asked for."""
     code = """

@@ -85,6 +85,7 @@ def test_a_film_is_answered_rightly(name: str, samples: int, shipped: Shipped, l
         assert one.answers["dense"].report.kept == 1.0
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("name", ONE)
 def test_an_answer_rests_on_the_video(name: str, shipped: Shipped, loaded: Loaded) -> None:
     """Shown another film, the model gives another answer: what it says is seen, not guessed."""
@@ -153,6 +154,7 @@ def test_the_demonstration_passes(shipped: Shipped, capsys: pytest.CaptureFixtur
     assert "the truth:" in out and "right, kept" in out
 
 
+@pytest.mark.always
 def test_the_readme_s_python_runs(shipped: Shipped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of the README on a tiny model, as they stand, beside videos of those names."""
     shipped("tiny-ov")

@@ -106,6 +106,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_a_tutorial_runs_as_it_stands(
     name: str,

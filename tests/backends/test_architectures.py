@@ -74,6 +74,7 @@ def judge(row: dict[str, Any]) -> None:
         assert row["wide"] == [wide, wide] and row["stores"] > 0, row
 
 
+@pytest.mark.always
 def test_every_kernel_compiles_for_hopper() -> None:
     """In one way each; in all ways, and for the other architectures, in the slow test."""
     rows = [json.loads(line) for line in compiled("sm_90", "--once", "--only", *GROUPS)]

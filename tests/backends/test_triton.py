@@ -30,18 +30,24 @@ def test_tells_why_it_cannot_run() -> None:
 QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
 
 
-def ran(names: str, **environment: str) -> None:
+def ran(names: str, *options: str, **environment: str) -> None:
     files = [f"tests/backends/{name}_cases.py" for name in names.split() if name != "together"]
     if "together" in names:
         files += ["tests/core/test_masked.py::test_a_planned_layer[dense1]", "tests/models/together_cases.py"]
-    out = run("pytest", *files, *QUIET, PYTEST_ADDOPTS="", **environment)
+    out = run("pytest", *files, *QUIET, *options, PYTEST_ADDOPTS="", **environment)
     assert " passed" in out and "failed" not in out and "skipped" not in out
 
 
+@pytest.mark.always
 @pytest.mark.numeric(by="numpy")
-def test_interpreted() -> None:
+@pytest.mark.parametrize(
+    "options", ["", *(pytest.param(f"-m slow --shard {n}/16", marks=pytest.mark.slow) for n in range(16))]
+)
+def test_interpreted(options: str) -> None:
     """All in one process: a start takes as long as thirty cases."""
-    ran("triton together clusters decode hopper index lists pointwise", TRITON_INTERPRET="1")
+    ran(
+        "triton together clusters decode hopper index lists pointwise", *options.split(), TRITON_INTERPRET="1"
+    )
 
 
 @pytest.mark.gpu
@@ -49,7 +55,7 @@ def test_interpreted() -> None:
 @pytest.mark.parametrize("name", ["clusters", "index", "lists", "pointwise"])
 def test_compiled(name: str) -> None:
     """Those of the other files run in `test_triton_gpu`, `test_decode_gpu` and `test_hopper_gpu`."""
-    ran(name, CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    ran(name, "-m", "", CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
 
 
 FIRST = "2000,4001,12001"

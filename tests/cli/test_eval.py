@@ -142,6 +142,7 @@ def test_a_searched_recipe_is_asked_without_its_boundaries(call: Call, tmp_path:
     assert levels["without_tail"]["fields"]["sparse"]["table"] != patterns
 
 
+@pytest.mark.always
 def test_the_command(call: Call, ov: str, tmp_path: Path) -> None:
     base = ("eval", "stream", "--model", ov, "--frames", 20, "--worlds", 1, "--window", 6)
     memory = tmp_path / "few.yaml"

@@ -309,6 +309,7 @@ def sampled(kind: str) -> float:
     return g_test(counts, large.joint(lambda logits: torch.softmax(logits / 0.8, -1)))
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("kind", ["drawn", "point", "tail", "drawn tail"])
 def test_sampled_triples_have_the_targets_joint_distribution(kind: str) -> None:
     assert sampled(kind) > 1e-4

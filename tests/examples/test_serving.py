@@ -29,6 +29,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.always
 def test_openai_asks_about_a_file(served: Served, film: Path, capsys: pytest.CaptureFixture[str]) -> None:
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
     said = example("openai_client").ask(client, str(film), "Describe the video.", "mosaic")

@@ -49,6 +49,7 @@ def try_only(monkeypatch: pytest.MonkeyPatch, checks: str, *patterns: str) -> No
     monkeypatch.setattr(family, "SPARSE", {name: family.SPARSE[name] for name in patterns})
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * kind.endswith("_moe")) for kind in KINDS]

@@ -120,6 +120,7 @@ def traced(model: Any, prompts: list[Any], **how: Any) -> tuple[list[torch.Tenso
         torch._dynamo.reset()
 
 
+@pytest.mark.always
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "family", ["llava", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen", "qwen3_vl", "qwen3_5"))]

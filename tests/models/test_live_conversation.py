@@ -158,6 +158,7 @@ def test_an_answer_is_json_of_the_schema(library: Any, name: str) -> None:
         assert session.ask(QUESTION, 10).ids == plain.ids, "it leaves no trace"
 
 
+@pytest.mark.always
 @crossed(draft=["prompt_lookup", "sequential", "tree", "parallel"], sample=[False, True])
 def test_drafts_say_the_same(library: Any, draft: str, sample: bool) -> None:
     model, processor = pair("tiny-ov")

@@ -167,6 +167,7 @@ def compared(
 NAMES = ["random-ov", *(pytest.param(name, marks=pytest.mark.slow) for name in ("random-qwen", HYBRID))]
 
 
+@pytest.mark.always
 @pytest.mark.in_turn("kv", 4)
 @pytest.mark.parametrize(
     "question", [QUESTION, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"]

@@ -70,6 +70,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
     return of
 
 
+@pytest.mark.always
 @crossed(name=["random-ov", "random-qwen"], kv=MEMORIES, captured=[False, True])
 def test_answers_are_those_of_each_alone(
     name: str, kv: str, captured: bool, sizes: Callable[[str], list[int]], monkeypatch: pytest.MonkeyPatch

@@ -145,6 +145,7 @@ def test_a_refusal_names_both_parts_and_what_runs() -> None:
         assert told == catalog.YES, (cell, told)
 
 
+@pytest.mark.always(every=True)
 @pytest.mark.parametrize("cell", matrix.covering(2), ids="-".join)
 def test_each_part_acts(cell: matrix.Cell) -> None:
     """In batches of two; of three where three are taken at a time."""

@@ -355,6 +355,7 @@ def test_fifty_prompts_get_the_same_greedy_tokens(tmp_path: Path, device: str) -
         assert all(map(torch.equal, rank, one))
 
 
+@pytest.mark.always
 def test_every_recipe_that_runs_gives_the_answer_of_one_process(ran: Any) -> None:
     one, ranks = ran
     for name in ("plain", *SHARDED, "batch"):

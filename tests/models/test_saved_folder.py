@@ -173,6 +173,7 @@ def killed(session: mmaccel.VideoSession, place: Path, at: int) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.always
 def test_a_save_that_is_killed_leaves_a_whole_session(tmp_path: Path) -> None:
     """At each of its steps: what was there, or what was to be; and the next save ends what it left."""
     place, at, seen = tmp_path / "stream", 0, []

@@ -233,6 +233,7 @@ def planted(length: int = 512, frame: int = 16) -> measure.CapturedLayer:
     return measure.CapturedLayer(0, query, query.clone(), value, 1.0, layout)
 
 
+@pytest.mark.always
 def test_planted_heads_are_found() -> None:
     inside = planted()
     bench = measure.LayerBenchmark(inside, "reference")

@@ -45,6 +45,7 @@ def reference(count: int) -> mmaccel.VideoSession:
     return session
 
 
+@pytest.mark.always
 def test_a_stream_answers_as_a_session_does(client: Any) -> None:
     with reference(40) as session:
         one = opened(client)

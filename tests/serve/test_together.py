@@ -70,6 +70,7 @@ def plain() -> list[Any]:
         return asyncio.run(answers(served, BODIES, at_once=False))
 
 
+@pytest.mark.always
 def test_answers_share_steps_and_are_those_of_each_alone(plain: list[Any]) -> None:
     """Of six that come at once two prompts are read at a time, and all are decoded together; seeds give the same again."""
     with running(Settings(), model=without_end()) as served:

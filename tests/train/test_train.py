@@ -40,6 +40,7 @@ def _weights(trainer):
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
 
+@pytest.mark.always
 def test_resuming_is_exact(tmp_path):
     whole = Trainer(_options(tmp_path / "a", stop_at=8 / 40))
     whole.run()

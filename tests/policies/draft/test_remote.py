@@ -219,6 +219,7 @@ def test_the_process_frees_what_it_holds_of_a_sequence_that_is_over() -> None:
     theirs.close()
 
 
+@pytest.mark.always
 def test_a_process_that_dies_loses_no_token_of_several_sequences(target: ModelView) -> None:
     with pytest.warns(MmaccelWarning, match="ended|reached"):
         ids, _, meters = together(target, Toy(model="1:killed:4", window=3), STARTS)

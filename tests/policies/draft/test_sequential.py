@@ -140,6 +140,7 @@ def test_a_draft_of_another_padding(theirs: int, sampling: bool) -> None:
     assert sum(accepted for _, accepted in meter.rounds) > 0.7 * sum(proposed for proposed, _ in meter.rounds)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("confidence", [0.0, 0.5])
 def test_sampled_triples_have_the_targets_joint_distribution(confidence: float) -> None:
     def warp(ids: Tensor, logits: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ def one_of(names: str, *values: tuple) -> st.SearchStrategy[dict]:
     return st.sampled_from([dict(zip(names.split(), value, strict=True)) for value in values])
 
 
+@pytest.mark.always
 @settings(max_examples=80)
 @given(
     scenes(),
@@ -99,6 +100,7 @@ def grid_mask(
     return masks.grid(len(tokens), queries, keys, *found, **lines, dense=dense, **near)
 
 
+@pytest.mark.always
 @settings(max_examples=80)
 @given(
     scenes(),
@@ -270,6 +272,7 @@ def test_q_and_k_boundary(boundary: type, scene: Scene, some: tuple[Any, Any], o
 PAIRS = [f"{q}>{k}" for q in MODALITIES.values() for k in MODALITIES.values()]
 
 
+@pytest.mark.always
 @settings(max_examples=40)
 @given(
     scenes(),

@@ -30,8 +30,7 @@ from mmaccel.policies.kv.mosaic.split import Params, UnitMeans
 
 SPLIT = dict(smallest=4, largest=32, tau_small=1.25, tau_large=2, alpha=8, new_scene=2, gain=0.05, unmix=0.5)
 BATCHED = "attention", "feed", "match"
-LARGEST = 128
-"""Units of a cluster that searches are captured for; clusters that wait for a split have more than 32."""
+LARGEST = 128  # units of a cluster for which searches are captured; above 32 one waits for a split
 PREDICTORS = {"query": "query", "projected": "projected", "frames": "query"}
 """What a predictor of earlier versions is now; "frames", which changed no answer either, is none of its own any more."""
 STAGE = 4

@@ -1,0 +1,106 @@
+"""Which tests run by default, and which by shards.
+
+What takes long is `slow`, and the default run leaves it out: what its source marks so, what `in_turn` leaves over, and what
+takes long by `seconds.json`. There a case stays that takes at most `ANY` seconds. Of each test one case stays that takes at
+most `ONE`; however long it takes, where its source says `always`; and all stay where that says `always(every=True)`.
+`--shard K/N` runs the K-th of N parts of what was chosen: `make test-shard` runs one of all that is slow. `--write-seconds`
+measures.
+"""
+
+import json
+import zlib
+from collections import defaultdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MEASURED = Path(__file__).with_name("seconds.json")
+ONE, ANY = 1.5, 0.3
+"""Seconds: of the one case of a test that stays, and of any case that stays."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="K/N", help="run the K-th of N parts of the chosen tests")
+    parser.addoption(
+        "--write-seconds", action="store_true", help="note what each test takes in tests/seconds.json"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Obey `in_turn(name, count)`: of what a test is given as `name`, `count` values stay by default, from the one on at
+    which the test before it in the module ended; so does each value of what else it is given."""
+    seconds = json.loads(MEASURED.read_text(encoding="utf-8"))
+    for module, tests in groupby(items, lambda item: item.nodeid.partition("::")[0]):
+        first = zlib.crc32(module.encode())
+        for _, cases in groupby(tests, lambda item: item.nodeid.partition("[")[0]):
+            some = [case for case in cases if not case.get_closest_marker("slow")]
+            for mark in some[0].iter_markers("in_turn") if some and hasattr(some[0], "callspec") else ():
+                first = _thin(some, first, *mark.args)
+            _leave_long_ones_out(some, seconds.get(module, {}))
+
+
+@pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
+def pytest_take_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Obey `--shard`, after `-m` and `-k`."""
+    if given := config.getoption("--shard"):
+        number, _, shards = given.partition("/")
+        mine = [zlib.crc32(item.nodeid.encode()) % int(shards) == int(number) % int(shards) for item in items]
+        config.hook.pytest_deselected(items=[item for item, own in zip(items, mine, strict=True) if not own])
+        items[:] = [item for item, own in zip(items, mine, strict=True) if own]
+
+
+def _thin(cases: list[Any], first: int, name: str, count: int) -> int:
+    """Mark `slow` what does not stay of the cases of a test; the value with which the next test begins."""
+    given = [{key: repr(value) for key, value in case.callspec.params.items()} for case in cases]
+    values = list(dict.fromkeys(one[name] for one in given if name in one))
+    if len(values) <= count:
+        return first
+    stay = {values[(first + n) % len(values)] for n in range(count)}
+    seen = {pair for one in given if one.get(name) in stay for pair in one.items()}
+    for case, one in zip(cases, given, strict=True):
+        if one.get(name) not in stay:
+            others = {pair for pair in one.items() if pair[0] != name}
+            if others <= seen:
+                case.add_marker(pytest.mark.slow)
+            seen |= others
+    return first + count
+
+
+def _leave_long_ones_out(cases: list[Any], seconds: dict[str, float]) -> None:
+    """Mark `slow` what takes long of the cases of a test; which one stays hangs on the test's name."""
+    takes = {case: seconds.get(case.nodeid.partition("::")[2], 0.0) for case in cases}
+    left = [case for case in cases if not case.get_closest_marker("slow")]
+    always = left[0].get_closest_marker("always") if left else None
+    able = [case for case in left if takes[case] <= ONE or always]
+    stays = able[zlib.crc32(able[0].nodeid.partition("[")[0].encode()) % len(able)] if able else None
+    for case in left:
+        if takes[case] > ANY and case is not stays and not (always and always.kwargs.get("every")):
+            case.add_marker(pytest.mark.slow)
+
+
+class Stopwatch:
+    """What each test took, its fixtures with it, written when the run ends; of tests that did not run it keeps the rows."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.taken[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        rows = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else {}
+        for name, each in self.taken.items():
+            module, _, test = name.partition("::")
+            rows.setdefault(module, {}).pop(test, None)
+            if each > ANY:
+                rows[module][test] = round(each, 1)
+        kept = {module: dict(sorted(rows[module].items())) for module in sorted(rows) if rows[module]}
+        MEASURED.write_text(json.dumps(kept, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-seconds") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Stopwatch())

@@ -136,8 +136,6 @@ UNLOADED: dict[str, str] = {
     f"{ASK} PAIR": "prune 'fastv' has compact = True",
     f"{ASK} BACKEND": "backend 'flash' cannot run on cpu",
     f"{ASK} searched": "no table is shipped with this model",
-    f"{ASK} LAYER": "there is no layer 40; the model has layers 0 to 2",
-    f"{ASK} PRUNE": "fastv: layer 9 of a model of 3",
     f"{ASK} DRAFT": "uv: layer 30 and base 1 on a target of 3 layers",
     f"{ASK} TABLE": "table has layer 8; the model has layers 0 to 2",
     "draw heads --video CLIP --model OV --out x --layer 9": "--layer: there is no 9",
@@ -180,8 +178,6 @@ def test_a_users_error_is_one_sentence(
         ("FIELD", "sparse: {name: a_shape, windw: 3}"),
         ("PAIR", "prune: {name: fastv, compact: true}\nkv: rekv"),
         ("BACKEND", "backend: flash"),
-        ("LAYER", "dense_layers: [0, 40]"),
-        ("PRUNE", "prune: {name: fastv, layer: 9}"),
         ("DRAFT", f"draft: {{name: parallel, model: {ov}, prune: {{name: uv, layer: 30}}}}"),
         ("TABLE", "sparse: {name: per_head, table: {8: {0: grid}}}"),
     ):

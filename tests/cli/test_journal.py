@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +15,7 @@ from mmaccel.cli.journal import WatchSource, find_resume_point, journal_path
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.session import VideoSession
 from tests.cli import Call, after, interrupt
-from tests.media.films import write_film
+from tests.media.films import halting, write_film
 from tests.media.odd import CASES
 from tests.spies import broken, heard, returned
 
@@ -141,24 +140,10 @@ def test_a_session_goes_on_at_its_own_rate(
 
 def test_a_stall_is_told_and_what_came_is_kept(call: Call, ov: str, tmp_path: Path) -> None:
     data, path = write_film(tmp_path / "whole.ts", 60).read_bytes(), tmp_path / "camera.ts"
-    over = threading.Event()
-
-    def write() -> None:
-        with path.open("wb", buffering=0) as file:
-            file.write(data[: len(data) // 2])
-            over.wait(60)
-            file.write(data[len(data) // 2 :])
-
-    path.touch()
-    camera = threading.Thread(target=write)
-    camera.start()
     words = ("watch", path, "--model", ov, "--fps", 5, "--clip", 8, "--follow", "--timeout", 0.5, "--json")
     words += ("--question", "how many ?", "--max-new-tokens", 1)
-    try:
+    with halting(data, path, pause=60.0):
         status, out, err = call(*words, "--recipe", "recent", "--save", tmp_path / "s")
-    finally:
-        over.set()
-        camera.join()
     told = json.loads(out)
     taken = told["frames"]
     assert status == 2 and 0 < taken < 30

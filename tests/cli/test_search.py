@@ -196,14 +196,6 @@ def test_two_searches_share_no_folder(call: Call, ov: str, clip: str, tmp_path: 
     assert call(*arguments)[0] == 0 and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_table_of_another_model_is_refused(
-    mine: Path, call: Call, clip: str, random_folder: Callable[[str], Path]
-) -> None:
-    other = random_folder("tiny-qwen-draft")
-    err = call.error("ask", clip, "hi", "--model", other, "--recipe", mine)
-    assert "was searched on another model" in err
-
-
 @pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
 def test_shipped_models_have_their_table(name: str, shipped: Callable[[str], str]) -> None:
     from mmaccel.core.attach import adapter_for

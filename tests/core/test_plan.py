@@ -13,9 +13,9 @@ from mmaccel.backends.ops.block_attend import ABSENT, FULL, TEST, BlockLists, He
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prefill import plan as plans
-from mmaccel.core.prefill.sparse import attend_plan, merge_by_lse, parts_to_launch
+from mmaccel.core.prefill.sparse import attend_plan, parts_to_launch
 from mmaccel.core.recipe import Recipe
-from tests.backends.oracle import draw, log_sum_exp, masked, random_plan
+from tests.backends.oracle import draw, random_plan
 
 BLOCK = 4
 
@@ -177,27 +177,6 @@ def test_mask_and_counts_by_hand() -> None:
     twice = replace(plan, parts=(plan.parts[0], plan.parts[0]))
     assert int(twice.spans_per_pair().max()) == 2
     assert torch.equal(plan.to("cpu").to_mask(), plan.to_mask())
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-def test_parts_that_share_rows_are_merged_exactly(dtype: torch.dtype, tolerance: float) -> None:
-    plan = two_parts()
-    query, key, value = (t.to(dtype) for t in draw(plan, 1, 8, 1))
-    out, lse = attend_plan(plan, 4 * query, key, value, 0.5, reference.op)
-    assert out.dtype == dtype
-    mask = plan.to_mask()
-    torch.testing.assert_close(out, masked(4 * query, key, value, mask, 0.5), rtol=0, atol=tolerance)
-    torch.testing.assert_close(lse, log_sum_exp(4 * query, key, mask, 0.5), rtol=1e-6, atol=tolerance)
-
-
-def test_merging_with_nothing_changes_nothing() -> None:
-    out = torch.randn(3, 5, generator=torch.Generator().manual_seed(2))
-    lse = torch.tensor([1.0, -2.0, -torch.inf])
-    nothing, never = torch.zeros(3, 5), torch.full((3,), -torch.inf)
-    out[2] = 0
-    for first, second in (((out, lse), (nothing, never)), ((nothing, never), (out, lse))):
-        merged, total = merge_by_lse(*first, *second)
-        assert torch.equal(merged, out) and torch.equal(total, lse)
 
 
 def test_a_part_comes_in_its_own_order_and_a_plan_in_that_of_the_query() -> None:

@@ -148,22 +148,33 @@ def send(request: Any, data: bytes, share: int = 1) -> None:
 
 
 @contextmanager
+def halting(data: bytes, path: Path, pieces: int = 2, pause: float = 20.0) -> Iterator[threading.Event]:
+    """Write `data` to `path` in pieces, with a pause after each until the event is set, which the end sets too; the file is
+    open all the while."""
+    go = threading.Event()
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as file:
+            for piece in range(pieces):
+                file.write(data[len(data) * piece // pieces : len(data) * (piece + 1) // pieces])
+                go.wait(pause)
+        go.set()
+
+    path.touch()
+    writer = beside(write)
+    try:
+        yield go
+    finally:
+        go.set()
+        finish(writer)
+
+
+@contextmanager
 def silent_pipe(path: Path, data: bytes) -> Iterator[None]:
     """A pipe that has `data` and stays open."""
     os.mkfifo(path)
-    over = threading.Event()
-
-    def feed() -> None:
-        with path.open("wb", buffering=0) as file:
-            file.write(data)
-            over.wait(20)
-
-    writer = beside(feed)
-    try:
+    with halting(data, path, pieces=1):
         yield
-    finally:
-        over.set()
-        finish(writer)
 
 
 def set_matrix(path: Path, a: int, b: int, c: int, d: int) -> Path:

@@ -58,7 +58,7 @@ def test_a_clock_that_starts_late(film: Film, name: str, how: dict[str, Any], st
     video = media.read(path, **how)
     assert evenly(numbers(video.frames), step, 60)
     assert video.duration == pytest.approx(6.0) and video.fps == pytest.approx(10 / step)
-    assert video.times[0] == 0
+    assert video.times[0] == 0 and video.source_fps == pytest.approx(10.0)
 
 
 def test_the_last_of_too_many_by_one_is_left_out() -> None:
@@ -237,6 +237,7 @@ def test_every_odd_video_is_taken_whole(name: str, tmp_path: Path) -> None:
     with loss_is_told(case):
         whole = media.read(path, gaps="mark")
     found = cards(case, whole)
+    assert whole.frames.dtype == torch.uint8 and whole.times.dtype == torch.float64
     shown = case.shown[: len(found)]
     assert found == list(case.numbers[: len(found)])
     assert len(found) == len(case.numbers) or (case.lossy and len(found) > 5)

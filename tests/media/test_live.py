@@ -18,8 +18,7 @@ import torch
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.media.preprocess import load_frames
-from tests.media.films import Film, answering, numbers, send, silent_pipe
-from tests.media.test_stream import halting
+from tests.media.films import Film, answering, halting, numbers, send, silent_pipe
 from tests.spies import Pause, beside, finish
 
 

@@ -4,8 +4,6 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +14,10 @@ from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media import stream
 from mmaccel.media.stream import GrowingFile
-from tests.media.films import Film, answering, numbers, send
+from tests.media.films import Film, answering, halting, numbers, send
 from tests.spies import beside, broken, finish, nth, refusal
 
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
-
-
-@contextmanager
-def halting(data: bytes, path: Path, pieces: int = 2, pause: float = 20.0) -> Iterator[threading.Event]:
-    """Write `data` to `path` in pieces, with a pause after each until the event is set, which the end sets too; the file is
-    open all the while."""
-    go = threading.Event()
-
-    def write() -> None:
-        with path.open("wb", buffering=0) as file:
-            for piece in range(pieces):
-                file.write(data[len(data) * piece // pieces : len(data) * (piece + 1) // pieces])
-                go.wait(pause)
-        go.set()
-
-    path.touch()
-    writer = beside(write)
-    try:
-        yield go
-    finally:
-        go.set()
-        finish(writer)
 
 
 def test_clips_are_the_frames_of_the_whole(film: Film) -> None:

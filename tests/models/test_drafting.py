@@ -62,16 +62,6 @@ def test_stop_strings_are_the_plain_ones(family):
         drafted(model, inputs, Sequential(model=copy.deepcopy(model)), stop_strings=[word])
 
 
-def test_a_draft_of_another_family_is_refused_when_attached(family, tmp_path):
-    name, model = family
-    other = next(BUILD[kind]() for kind in BUILD if kind != name)
-    with pytest.raises(DraftError, match="family"):
-        mmaccel.accelerate(model, draft=Sequential(model=other))
-    assert mmaccel.attached(model) is None
-    with pytest.raises(DraftError, match=r"no config\.json"):
-        mmaccel.accelerate(model, draft={"name": "sequential", "model": str(tmp_path)})
-
-
 @pytest.mark.parametrize("where", ["call", "model", "config"])
 def test_lengths_of_a_padded_prompt_count_its_padding(family, where):
     """As `generate` alone does: `max_length` is that of the padded sequence."""

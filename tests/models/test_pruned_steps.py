@@ -23,8 +23,10 @@ from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, Vision
 from tests.core.toy import Scripted
 from tests.models.test_decode import LATER, TREE, counted, graphs_of
 from tests.models.tiny_random import BUILD, EVERY, PROMPTS, batch, next_turn, prompt
+from tests.policies.prune.conftest import HYBRID, family, model
 from tests.spies import crossed
 
+__all__ = ["family", "model"]
 pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 1)]
 PRUNERS: dict[str, Any] = {
     "fastv": FastV(retention=0.4),
@@ -39,18 +41,7 @@ PRUNERS: dict[str, Any] = {
     "visionzip, numbered anew": VisionZip(retention=0.5, contextual=0.4, compact=True),
 }
 
-HYBRID = "qwen3_5"
 FAMILIES = [*BUILD, HYBRID]
-
-
-@pytest.fixture(scope="module", params=BUILD)
-def family(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model(family: str) -> Any:
-    return EVERY[family](layers=12 if family == HYBRID else 6, seed=5)
 
 
 def runners(fast: Any, rows: tuple[int, ...]) -> tuple[HFRunner, HFRunner]:

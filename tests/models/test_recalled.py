@@ -292,12 +292,6 @@ def test_what_has_no_part_in_a_question_is_told_before_a_weight_moves() -> None:
             assert f"prune '{prune.name}' works on the states of a whole prompt, and kv '{kv}'" in told
     assert "set compact to False" in refusal(lambda: Recipe(kv="rekv", prune=FastV(compact=True)))
     assert Recipe(kv="full", prune=FastV(compact=True)).prune is not None
-    for opens, given in (
-        (mmaccel.VideoSession, SHARP["random-ov"]),
-        (mmaccel.accelerate, SHARP["random-ov"][:1]),
-    ):
-        with pytest.raises(RecipeError, match="fastv: layer 9 of a model of 4"):
-            opens(*given, kv="rekv", prune=FastV(layer=9))
 
 
 def test_a_prompt_goes_in_by_chunks_and_its_question_is_pruned_whole() -> None:

@@ -44,11 +44,10 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path, name: str) -> N
     if FOREIGN[name] is not None:
         (project / "session.json").write_text(FOREIGN[name] or "")
     before = tree(tmp_path)
-    with (
-        begun("recent", 3) as session,
-        pytest.raises(ModelError, match=r"is not a saved session.*another path\."),
-    ):
-        session.save(project)
+    with begun("recent", 3) as session:
+        for path in (project, project / "thesis.txt"):
+            with pytest.raises(ModelError, match=r"is not a saved session.*another path\."):
+                session.save(path)
     assert tree(tmp_path) == before
 
 

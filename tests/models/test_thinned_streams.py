@@ -171,10 +171,6 @@ class Uneven(VisionZip):
 
 
 def test_what_gives_frames_unlike_numbers_is_refused() -> None:
-    with pytest.raises(
-        RecipeError, match="prune 'visionzip' works on the states of a whole prompt, and kv 'rekv'"
-    ):
-        Recipe(kv="rekv", prune=VisionZip(carry=True))
     model = SHARP["random-ov"]
     for prune, told in (
         (VisionZip(retention=0.001), "keeps none of the"),

@@ -60,6 +60,7 @@ test-shard: $(STAMP)
 # What each test takes, written in tests/seconds.json, by which tests/selection.py says which are slow.
 test-seconds: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS) -m 'not gpu and not page' --write-seconds
+	TRITON_INTERPRET=1 $(TEST_ENV) $(PY) -m pytest -n $(WORKERS) tests/backends/*_cases.py tests/models/together_cases.py -m '' --write-seconds
 
 # What hangs on the products of a CPU, by the kernels of several processors.
 test-numeric: $(STAMP)

@@ -14,19 +14,8 @@ from hypothesis import HealthCheck, settings
 
 import mmaccel  # noqa: F401  # before transformers: see `mmaccel.models._declare_operators`
 from mmaccel.core.registry import KINDS, registry
-from tests.selection import (
-    pytest_addoption,
-    pytest_collection_modifyitems,
-    pytest_configure,
-    pytest_take_shard,
-)
 
-__all__ = [
-    "pytest_addoption",
-    "pytest_collection_modifyitems",
-    "pytest_configure",
-    "pytest_take_shard",
-]  # pytest's hooks
+pytest_plugins = ["tests.selection"]
 
 # Read when transformers is first imported: what a command prints is compared with nothing else.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -1,10 +1,9 @@
 """Which tests run by default, and which by shards.
 
-What takes long is `slow`, and the default run leaves it out: what its source marks so, what `in_turn` leaves over, and what
-takes long by `seconds.json`. There a case stays that takes at most `ANY` seconds. Of each test one case stays that takes at
-most `ONE`; however long it takes, where its source says `always`; and all stay where that says `always(every=True)`.
-`--shard K/N` runs the K-th of N parts of what was chosen: `make test-shard` runs one of all that is slow. `--write-seconds`
-measures.
+What is `slow` the default run leaves out: what its source marks so, and what takes long by `seconds.json`. There a case
+stays that takes at most `ANY` seconds. Of each test one case stays that takes at most `ONE`; however long it
+takes, where its source says `always`; and all stay where that says `always(every=True)`. `--shard K/N` runs the K-th of N
+parts of what was chosen: `make test-shard` runs one of all that is slow. `--write-seconds` measures.
 """
 
 import json
@@ -29,17 +28,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Obey `in_turn(name, count)`: of what a test is given as `name`, `count` values stay by default, from the one on at
-    which the test before it in the module ended; so does each value of what else it is given."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what takes long `slow`, before `-m` is obeyed."""
     seconds = json.loads(MEASURED.read_text(encoding="utf-8"))
-    for module, tests in groupby(items, lambda item: item.nodeid.partition("::")[0]):
-        first = zlib.crc32(module.encode())
-        for _, cases in groupby(tests, lambda item: item.nodeid.partition("[")[0]):
-            some = [case for case in cases if not case.get_closest_marker("slow")]
-            for mark in some[0].iter_markers("in_turn") if some and hasattr(some[0], "callspec") else ():
-                first = _thin(some, first, *mark.args)
-            _leave_long_ones_out(some, seconds.get(module, {}))
+    for (module, _, _), cases in groupby(items, lambda item: item.nodeid.partition("[")[0].partition("::")):
+        _leave_long_ones_out(list(cases), seconds.get(module, {}))
 
 
 @pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
@@ -50,23 +43,6 @@ def pytest_take_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
         mine = [zlib.crc32(item.nodeid.encode()) % int(shards) == int(number) % int(shards) for item in items]
         config.hook.pytest_deselected(items=[item for item, own in zip(items, mine, strict=True) if not own])
         items[:] = [item for item, own in zip(items, mine, strict=True) if own]
-
-
-def _thin(cases: list[Any], first: int, name: str, count: int) -> int:
-    """Mark `slow` what does not stay of the cases of a test; the value with which the next test begins."""
-    given = [{key: repr(value) for key, value in case.callspec.params.items()} for case in cases]
-    values = list(dict.fromkeys(one[name] for one in given if name in one))
-    if len(values) <= count:
-        return first
-    stay = {values[(first + n) % len(values)] for n in range(count)}
-    seen = {pair for one in given if one.get(name) in stay for pair in one.items()}
-    for case, one in zip(cases, given, strict=True):
-        if one.get(name) not in stay:
-            others = {pair for pair in one.items() if pair[0] != name}
-            if others <= seen:
-                case.add_marker(pytest.mark.slow)
-            seen |= others
-    return first + count
 
 
 def _leave_long_ones_out(cases: list[Any], seconds: dict[str, float]) -> None:

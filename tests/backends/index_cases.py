@@ -23,7 +23,6 @@ from mmaccel.policies.sparse.per_head import LayerHeadPatterns
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import small
 
-from .interpreted import first
 from .triton_cases import DEVICE, DTYPES, INTERPRETED, some
 
 N, HEADS, GROUPS = (200, 4, 2) if INTERPRETED else (300, 6, 3)
@@ -138,21 +137,21 @@ PATTERNS: dict[str, SparsePattern] = {
 }
 
 
-# The first have all kinds of lines, scores and strides among them.
 @pytest.mark.parametrize(
     ("name", "start"),
-    first(
-        3,
+    [
         ("vertical_slash", 43),
         ("grid, sum, group, queries", 0),
         ("grid of a searched stride", 43),
         ("boundary_2d", 43),
         ("grid, sum, group, queries", 43),
-        *((name, start) for name, start in (("grid", 0), ("grid", 43), ("vertical_slash, group", 43))),
+        ("grid", 0),
+        ("grid", 43),
+        ("vertical_slash, group", 43),
         ("grid, mean", 43),
         ("grid without columns", 43),
         ("q_boundary", 43),
-    ),
+    ],
 )
 def test_plans(name: str, start: int) -> None:
     """The same pairs as of an index made without kernels; one prompt twice gives one answer."""
@@ -211,7 +210,7 @@ def test_strides(score: Score, strides: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("n", "count", "tile"),
-    first(1, (70, 50, 16), (110, 90, 16), (77, 200, 8192), (300, 20, 64), (300, 1000, 512), (77, 5, 8192)),
+    [(70, 50, 16), (110, 90, 16), (77, 200, 8192), (300, 20, 64), (300, 1000, 512), (77, 5, 8192)],
 )
 def test_strongest(n: int, count: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "TILE", tile)

@@ -19,13 +19,6 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 DTYPES = [torch.float16, torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
 
 
-def first(count: int, *cases: Any) -> list[Any]:
-    """All of these cases; interpreted, those behind the first `count` are slow."""
-    late = (pytest.mark.slow,) if INTERPRETED else ()
-    told = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*case, marks=late if n >= count else ()) for n, case in enumerate(told)]
-
-
 def some(*axes: Iterable[Any]) -> list[Any]:
     """All cases of the product of `axes`; interpreted, always those alone that hold each value of an axis."""
     return product(*axes, together=1 if INTERPRETED else len(axes))

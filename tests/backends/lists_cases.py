@@ -27,7 +27,7 @@ from mmaccel.core.prefill.merge_heads import PackedSlice, TensorPacker
 from mmaccel.core.prefill.plan import AttentionPlan, span_by_range
 from mmaccel.core.prefill.sparse import attend_plan, window_plan
 
-from .interpreted import DEVICE, INTERPRETED, first
+from .interpreted import DEVICE, INTERPRETED
 from .oracle import flat
 from .triton_cases import draw
 
@@ -47,7 +47,7 @@ def order(
 
 
 # The first have every leading dimension, pair of blocks, width of places and range.
-@pytest.mark.parametrize("seed", first(4, 1, 2, 3, 4, 0, *range(5, 12)))
+@pytest.mark.parametrize("seed", range(12))
 def test_reach(seed: int) -> None:
     """Leading dimensions shared or not, ranges open or not, keys absent, places of either width, blocks of two sizes."""
     rng = torch.Generator().manual_seed(seed)
@@ -134,7 +134,7 @@ def sheet_of(size: int) -> tuple[TensorPacker, list[PackedSlice]]:
     return sheet, [narrow, wide, lists, kinds]
 
 
-@pytest.mark.parametrize("size", first(1, 5000, 100))
+@pytest.mark.parametrize("size", [5000, 100])
 def test_pieces(size: int) -> None:
     sheet, rooms = sheet_of(size)
     fills = len(sheet._fills) // len(FIELDS)

@@ -3,12 +3,10 @@
 import functools
 import itertools
 import operator
-import os
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -325,22 +323,3 @@ def check_acted(cell: Cell, batch: int = len(QUESTIONS)) -> None:
 
 SHOWN = {"per_head": "a_shape"}
 """What a report calls a pattern that has none of its own name."""
-
-
-def _done() -> Path | None:
-    """The file that keeps the names of cells that passed, one a line."""
-    name = os.environ.get("MATRIX_DONE")
-    return Path(name) if name else None
-
-
-def passed(cell: Cell) -> bool:
-    """Whether a run before has seen `cell` pass."""
-    done = _done()
-    return done is not None and done.is_file() and "-".join(cell) in done.read_text().split()
-
-
-def note_passed(cell: Cell) -> None:
-    """Keep, where `MATRIX_DONE` says so, that `cell` passed."""
-    if (done := _done()) is not None:
-        with done.open("a") as lines:
-            lines.write("-".join(cell) + "\n")

@@ -25,8 +25,6 @@ from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.spies import Pause, beside, crossed, finish, until
 
-pytestmark = pytest.mark.in_turn("family", 1)
-
 TOLD: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
 

@@ -18,8 +18,6 @@ from tests.core.toy import g_test
 from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, batch, often_right, prompt
 from tests.spies import crossed, heard
 
-pytestmark = pytest.mark.in_turn("family", 1)
-
 KINDS = ("two videos", "text", "interleaved")
 TOKENS = 24
 ALWAYS = {"in_batches": "always"}

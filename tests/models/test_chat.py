@@ -24,9 +24,6 @@ from tests.models.streams import FPS, asked_of_film, film, logits, pair, process
 from tests.models.tiny_random import BUILD, prompt
 from tests.spies import refusal
 
-pytestmark = pytest.mark.in_turn("folder", 1)
-
-
 Folder = Callable[[str], Path]
 ASKED = ("What colour was the star ?", "Describe the video .")
 

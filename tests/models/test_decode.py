@@ -23,7 +23,7 @@ from tests.models.tiny_random import model as tiny
 from tests.spies import crossed, heard
 
 BUILD = {name: partial(tiny, name) for name in ("qwen", "llava", "glm4v", "internvl", "qwen2_vl", "qwen3_vl")}
-pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
+pytestmark = pytest.mark.numeric(by="torch")
 TREE = Proposal(torch.tensor([5, 6, 7, 8, 9]), parents=torch.tensor([-1, -1, 0, 1, 3])).branches
 LATER = TokenTree(torch.tensor([[True, False, True, False, False, False, True]]), torch.tensor([2]))
 """A row behind the tree, and what it sees of it."""

@@ -31,8 +31,6 @@ from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
 from tests.spies import broken, crossed, heard, nth, returned
 
-pytestmark = pytest.mark.in_turn("family", 1)
-
 
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request: pytest.FixtureRequest) -> tuple[Any, dict[str, torch.Tensor], torch.Tensor]:

@@ -23,8 +23,6 @@ from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, o
 from tests.models.tiny_random import DRAFTS
 from tests.spies import crossed, returned
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
 TIGHT = every_stream(frames=6, window=8)
 ALL = every_stream()
 TOKENS = 14

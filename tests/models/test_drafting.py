@@ -15,7 +15,6 @@ from mmaccel.policies.draft.sparse_to_dense import _Sparse
 from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, prompt
 from tests.spies import crossed
 
-pytestmark = pytest.mark.in_turn("family", 1)
 LAYERS = 3
 
 

@@ -18,7 +18,7 @@ from mmaccel.models.install import Hooks
 from tests.models.tiny_random import BUILD, EVERY, PROMPTS, batch, prompt
 from tests.spies import Largest
 
-pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
+pytestmark = pytest.mark.numeric(by="torch")
 
 
 FAMILIES = sorted(EVERY)

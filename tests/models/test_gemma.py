@@ -22,7 +22,7 @@ from tests.spies import crossed
 KINDS = ("gemma3", "gemma4")
 PIECES = [("text", 6), ("video", 24), ("text", 3), ("image",), ("text", 9)]
 SPARSE = {"name": "a_shape", "block": 16, "sink": 16, "window": 32}
-pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("built", 1)]
+pytestmark = pytest.mark.numeric(by="torch")
 
 
 @pytest.fixture(scope="module", params=KINDS)

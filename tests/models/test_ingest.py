@@ -26,7 +26,7 @@ from tests.media.films import write_film
 from tests.models.streams import CLUSTERS, FPS, QUESTION, film, logits, open_session, pair, plain, said
 from tests.spies import crossed, heard, returned
 
-pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
+pytestmark = pytest.mark.numeric(by="torch")
 
 
 EQUAL = 1e-5

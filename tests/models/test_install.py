@@ -32,9 +32,6 @@ from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 from tests.models.tiny_random import BUILD, EVERY, PROMPTS, prompt
 from tests.spies import Pause, beside, crossed, finish, heard, until
 
-pytestmark = [pytest.mark.in_turn("family", 1), pytest.mark.in_turn("name", 4)]
-
-
 FILES = {install.__file__, nn.modules.module.__file__}
 
 

@@ -17,9 +17,6 @@ from mmaccel.policies.draft import PromptLookup
 from tests.models.tiny_random import BUILD, DRAFTS, PROMPTS, batch, next_turn, prompt
 from tests.spies import crossed
 
-pytestmark = pytest.mark.in_turn("family", 1)
-
-
 ROOM = 13
 STRATEGIES: dict[str, Any] = {
     **DRAFTS,

@@ -60,7 +60,6 @@ def test_a_prompt_with_lines_is_the_plain_models(name: str, pictures: bool) -> N
         assert not torch.allclose(found, plainly(name, [{"role": "user", "content": content}]), atol=1e-2)
 
 
-@pytest.mark.in_turn("kv", 5)
 @crossed(name=["tiny-ov", "random-qwen"], kv=TIGHT)
 def test_a_question_reads_the_lines_of_what_it_recalls_and_no_others(name: str, kv: str) -> None:
     with open_session(name, TIGHT[kv], 24) as session:

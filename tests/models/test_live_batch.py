@@ -25,8 +25,6 @@ from tests.core.test_replay import MADE, Recorded
 from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, open_session, pair, told
 from tests.spies import beside, broken, crossed, finish, heard, until
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
 MEMORIES: dict[str, Any] = {**every_stream(frames=4, window=6), **SEARCHES}
 SESSIONS = 3
 

@@ -140,7 +140,6 @@ def library() -> Any:
     return pytest.importorskip("llguidance")
 
 
-@pytest.mark.in_turn("name", 1)
 @pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen", "random-ov"])
 def test_an_answer_is_json_of_the_schema(library: Any, name: str) -> None:
     with open_session(name, REKV, 12) as session:

@@ -168,7 +168,6 @@ NAMES = ["random-ov", *(pytest.param(name, marks=pytest.mark.slow) for name in (
 
 
 @pytest.mark.always
-@pytest.mark.in_turn("kv", 4)
 @pytest.mark.parametrize(
     "question", [QUESTION, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"]
 )
@@ -180,7 +179,6 @@ def test_frames_meanwhile(name: str, kv: str, question: str, tmp_path: Path) -> 
     assert (met.ways[1] > 0) == (kv != "drop_oldest"), "frames come between two layers of a question"
 
 
-@pytest.mark.in_turn("kv", 6)
 @pytest.mark.parametrize(("kv", "captured"), CASES)
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_in_the_middle_of_passes(

@@ -25,8 +25,6 @@ from mmaccel.models.stream import HFStreamAdapter
 from tests.models.streams import FPS, QUESTION, SEARCHES, every_stream, film, logits, open_session, pair, told
 from tests.spies import broken, crossed, heard, nth, until
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
 MEMORIES: dict[str, Any] = {**every_stream(frames=4, window=6), "mosaic": SEARCHES["mosaic"]}
 SESSIONS, TOKENS = 3, 20
 

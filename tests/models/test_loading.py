@@ -21,9 +21,6 @@ from mmaccel.models.shapes import SHAPES, build_model, model_config
 from tests.models.streams import QUESTION, asked_of_film, film
 from tests.spies import refusal
 
-pytestmark = pytest.mark.in_turn("folder", 1)
-
-
 T = pytest.importorskip("transformers")
 SPARSE = {"sparse": {"name": "a_shape", "block": 16, "window": 16, "sink": 4}, "dense_tail": 0}
 STOCK = pytest.mark.skipif(find_spec("torchvision") is None, reason="Qwen3-VL's processor needs torchvision")

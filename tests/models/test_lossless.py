@@ -23,9 +23,6 @@ from mmaccel.policies.draft.sequential import SequentialDraftState
 from tests.models.tiny_random import BUILD, DRAFTS, IMG, PROMPTS, VID, VOCAB, batch, often_right, prompt
 from tests.spies import crossed, heard, refusal
 
-pytestmark = pytest.mark.in_turn("family", 1)
-
-
 PIECES = {**PROMPTS, "long": [("text", 4), ("video", 25), ("text", 6)]}
 STRATEGIES = {
     **{name: one for name, one in DRAFTS.items() if name != "off"},

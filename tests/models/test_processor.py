@@ -17,9 +17,6 @@ from mmaccel_lab.tiny.package import processor_files
 from mmaccel_lab.tiny.tokenizer import PLACEHOLDERS, build_tokenizer
 from tests.media.films import write_film
 
-pytestmark = pytest.mark.in_turn("family", 1)
-
-
 T = pytest.importorskip("transformers")
 
 WORDS = ["what", "colour", "was", "the", "star", "?", "red", "."]

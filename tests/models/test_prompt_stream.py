@@ -23,9 +23,6 @@ from tests.models.test_ingest import FEW
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.spies import crossed, heard
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
-
 ROOM = {name: kv for name, kv in every_stream().items() if name not in ("full", "window")}
 TIGHT = {name: kv for name, kv in every_stream(4, 4).items() if name in ROOM}
 CLOSE = {"rtol": 0.0, "atol": 1e-5}

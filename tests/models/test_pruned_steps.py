@@ -27,7 +27,7 @@ from tests.policies.prune.conftest import HYBRID, family, model
 from tests.spies import crossed
 
 __all__ = ["family", "model"]
-pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 1)]
+pytestmark = pytest.mark.numeric(by="torch")
 PRUNERS: dict[str, Any] = {
     "fastv": FastV(retention=0.4),
     "fastv, numbered anew": FastV(retention=0.4, compact=True),

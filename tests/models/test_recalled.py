@@ -21,8 +21,6 @@ from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, Vision
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.spies import crossed, heard, refusal
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
 DEPTH, FRAMES, TOKENS = 4, 24, 6
 FAMILIES = ("random-ov", "random-qwen")
 ROOM, TIGHT = every_stream(), every_stream(4, 4)

@@ -20,7 +20,6 @@ from tests.models.test_exact import TOLERANCE, logits
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, batch, prompt
 from tests.spies import crossed
 
-pytestmark = pytest.mark.in_turn("family", 1)
 LAYERS = 3
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
 SMALL = {

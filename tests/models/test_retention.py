@@ -15,8 +15,6 @@ from mmaccel.policies.kv.store import slabs
 from tests.models.streams import CLUSTERS, FPS, QUESTION, logits, open_session, pair, resumed
 from tests.models.streams import film as frames_of
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
 COUNT, WINDOW, KEEP = 50, 6, 8.0
 ALL = 1 << 20
 MOSAIC: dict[str, Any] = {"name": "mosaic", "window": WINDOW, "local": 2, "index": CLUSTERS}
@@ -199,7 +197,6 @@ def test_fields_that_cannot_be(fields: dict[str, Any], says: str) -> None:
         mmaccel.Recipe.load({"kv": {"name": "rekv", **fields}})
 
 
-@pytest.mark.in_turn("kv", 2)
 @pytest.mark.parametrize("kv", KEEPERS)
 def test_what_the_index_knew_of_them_is_given_back(kv: str, tmp_path: Path, monkeypatch) -> None:
     """Its rows stay as many as the stream keeps units, and what it finds is what one without that finds."""

@@ -29,8 +29,6 @@ from tests.models.streams import FPS, film, logits, open_session, pair
 from tests.models.test_session_faults import NAME, TIGHT, begun, unharmed
 from tests.spies import crossed, heard, refusal, returned
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
 
 def saved(folder: Path, kv: str = "rekv") -> Path:
     with begun(kv) as session:

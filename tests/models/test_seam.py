@@ -21,8 +21,6 @@ from tests.models.test_recipes import PIECES, SPARSE, small
 from tests.models.tiny_random import EVERY, IMG, PROMPTS, VID, batch, prompt
 from tests.spies import crossed
 
-pytestmark = pytest.mark.in_turn("family", 2)
-
 WINDOW = {"name": "window", "sinks": 4, "window": 16}
 
 

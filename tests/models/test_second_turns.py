@@ -22,9 +22,6 @@ from mmaccel.policies.prune import FastV, UVPrune
 from tests.models.tiny_random import BUILD, DRAFTS, IMG, VE, VID, VS, prompt
 from tests.spies import crossed, heard
 
-pytestmark = pytest.mark.in_turn("family", 1)
-
-
 # As Qwen2.5-VL's template writes: start and end of a message, line break, around a video; V are its tokens.
 S, E, NL, FRONT, BACK, V = 90, 91, 92, 93, 94, 0
 SYSTEM, USER, MODEL = [S, 80, NL, 1, 2, 3, E, NL], [S, 81, NL], [S, 82, NL]

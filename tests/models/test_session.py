@@ -16,8 +16,6 @@ from mmaccel.models.attention import PLAIN
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, plain
 from tests.spies import beside, finish, heard
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
 TIGHT = every_stream(frames=4, window=6)
 
 

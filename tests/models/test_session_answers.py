@@ -22,9 +22,6 @@ from mmaccel_lab.world import World
 from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, open_session, pair
 from tests.spies import Pause, beside, crossed, finish, heard, returned
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
-
 TIGHT = every_stream(frames=4, window=6)
 DRAFTS = ({"name": "off"}, {"name": "prompt_lookup"})
 

@@ -15,8 +15,6 @@ from mmaccel.core.errors import MmaccelError, ModelError, RecipeError, StoreErro
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.spies import broken, crossed, nth, refusal
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
 TIGHT = every_stream(frames=4, window=6)
 NAME = "random-ov"
 UNIT = 2 * 2 * 16 * 64 * 4 * 2

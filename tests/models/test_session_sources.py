@@ -37,9 +37,6 @@ from tests.models.streams import (
 )
 from tests.spies import crossed, product
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
-
 FRAMES = 24
 SOON_S, AFTER_S, LATE_S = 0.5, 2.5, 9.0
 """When a `watch` of nothing and of something is ended, and less than the 10 s after which it would tell a stall."""

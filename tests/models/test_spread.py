@@ -27,9 +27,6 @@ from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.spies import crossed
 
-pytestmark = [pytest.mark.in_turn("family", 1), pytest.mark.in_turn("kv", 4)]
-
-
 CPU, OTHER = torch.device("cpu"), torch.device("cpu:0")
 """Two names of the one device that is always there: hooks and runs are laid as for two."""
 

@@ -27,8 +27,6 @@ from tests.models.streams import FPS, QUESTION, every_stream, film, inputs_of, o
 from tests.models.tiny_random import DRAFTS
 from tests.spies import crossed, heard, returned
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
 TIGHT = every_stream(frames=6, window=8)
 FAMILIES = ("random-ov", "random-qwen")
 TOKENS = 14

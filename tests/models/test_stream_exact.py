@@ -28,7 +28,7 @@ from tests.models.streams import (
 from tests.models.test_ingest import ALL, EQUAL, FEW, ROOMY, by_mask
 from tests.spies import crossed, heard, product
 
-pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("kv", 4)]
+pytestmark = pytest.mark.numeric(by="torch")
 
 
 WHOLE = every_stream()

@@ -21,9 +21,6 @@ from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.policies.kv.test_fields import Counted
 from tests.spies import crossed, heard
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
-
 TIGHT = every_stream(frames=6, window=8)
 NAMES = sorted(TIGHT)
 HOW = ("host_", "fetch_", "prefetch_", "bytes", "index_bytes", "summary_bytes")

@@ -42,9 +42,6 @@ from tests.models.test_recalled import (
 )
 from tests.spies import crossed, heard, returned
 
-pytestmark = pytest.mark.in_turn("kv", 4)
-
-
 ZIP = VisionZip(retention=0.5, contextual=0.4)
 PLAIN = replace(ZIP, compact=True)
 """What `ZIP` is on a stream, and what it is compared with."""

@@ -33,7 +33,6 @@ from tests.models.streams import film, pair, processor_like
 from tests.models.test_loading import QUANTIZED, SPARSE, STOCK, quantized, said_by
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
 
-pytestmark = pytest.mark.in_turn("kind", 3)
 TOLD: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
 

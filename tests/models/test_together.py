@@ -20,7 +20,7 @@ from tests.models.tiny_random import model as tiny
 FAMILIES = ("qwen", "llava", "glm4v", "internvl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe")
 BUILD = {name: partial(tiny, name) for name in FAMILIES}
 KINDS = ["text", "video", "interleaved", "long", "image"]
-pytestmark = [pytest.mark.numeric(by="torch"), pytest.mark.in_turn("family", 2)]
+pytestmark = pytest.mark.numeric(by="torch")
 
 
 @pytest.fixture(scope="module", params=sorted(BUILD))

@@ -41,7 +41,7 @@ from mmaccel.core.decoding.generate import Deadline
 from mmaccel.core.errors import MmaccelError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.streams.live import tune_process
+from mmaccel.core.streams.live import tune_python_for_streams
 from mmaccel.media.video import write_jpeg
 from mmaccel.serve.engine import Engine
 from mmaccel.serve.messages import AskRequest, SessionRequest
@@ -138,7 +138,7 @@ class Crowd:
             for i, one in enumerate(self.open)
         ]
         clients += [self.questions(x, begin + i / count * args.every, end) for i, x in enumerate(self.open)]
-        with tune_process():
+        with tune_python_for_streams():
             work = asyncio.gather(*clients, self.progress(begin, end))
             await asyncio.sleep(begin + args.settle - time.perf_counter())
             self.times.clear()

@@ -44,7 +44,7 @@ from mmaccel.core.report import Meter
 from mmaccel.core.rows import measurement_conditions
 from mmaccel.core.streams.asking import QuestionRunner
 from mmaccel.core.streams.fair_lock import FairLock
-from mmaccel.core.streams.live import tune_process
+from mmaccel.core.streams.live import tune_python_for_streams
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.models.stream import HFStreamAdapter, StreamForwardPasses
 from mmaccel.policies.kv._archived import SharedArchive
@@ -353,13 +353,13 @@ def main() -> None:
     for kv in args.kv:
         with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
             session.watch(frames.repeat(-(-args.before // 32), 1, 1, 1)[: args.before], fps=args.fps)
-            with tune_process():
+            with tune_python_for_streams():
                 row = {"kv": kv, **alone(session, frames, args.fps)}
             if args.profile:
                 profiled(session, frames, args.fps)
             session.ask(words(args.words), args.tokens)  # what a question needs is made and captured
             given = {"fps": args.fps, "seconds": args.seconds, "count": args.words, "tokens": args.tokens}
-            with tune_process():  # as `mmaccel serve` and `mmaccel watch` do
+            with tune_python_for_streams():  # as `mmaccel serve` and `mmaccel watch` do
                 row |= measured(session, frames, **given)
         for name, value in row.items():
             if isinstance(value, list | dict):

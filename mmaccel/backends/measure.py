@@ -46,7 +46,7 @@ class LinearCost:
         return self.fixed + self.each * work
 
     @classmethod
-    def through_points(cls, short: tuple[float, float], long: tuple[float, float]) -> LinearCost:
+    def fit_two_points(cls, short: tuple[float, float], long: tuple[float, float]) -> LinearCost:
         """Fit a cost line through the points (work, seconds) of a short and a long run. If the short one took as long or
         longer, the line goes through 0 and the point of the long one."""
         (less, early), (more, late) = short, long
@@ -147,7 +147,7 @@ def measure_costs(
 
     def line(make: Callable[[int], tuple[float, Callable[[], Any]]]) -> LinearCost:
         (short, first), (long, second) = (make(n) for n in lengths)
-        return LinearCost.through_points((short, bench(first, device)), (long, bench(second, device)))
+        return LinearCost.fit_two_points((short, bench(first, device)), (long, bench(second, device)))
 
     def plans(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[LinearCost, float]:
         host = host_launch_seconds(second, device)
@@ -156,7 +156,7 @@ def measure_costs(
         # What does not grow between two prompts does not grow beyond them.
         flat = late <= early
         ends = (lengths[0], early), (lengths[1], late)
-        line = LinearCost(late, 0.0) if flat else LinearCost.through_points(*ends)
+        line = LinearCost(late, 0.0) if flat else LinearCost.fit_two_points(*ends)
         return line, host
 
     def dense(n: int) -> tuple[float, Callable[[], Any]]:

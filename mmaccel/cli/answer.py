@@ -128,7 +128,7 @@ def draft_metrics(run: Generation, plain: Generation | None = None) -> dict[str,
     share         accepted tokens over drafted tokens; tokens after the first rejection of a round are not counted
     tokens_per_s  tokens per second after the first token, without `draft_wait_s`, in which the draft read the prompt
     plain_per_s   tokens per second of `plain`, and `speedup` over it with the wait counted (None: no `plain`)
-    same          whether the tokens equal those of `plain` (True: no `plain`); `check_rounding` judges a difference
+    same          whether the tokens equal those of `plain` (True: no `plain`); `compare_generations` judges a difference
     """
     (ids, report), draft = run, run[1].draft
     lengths, steps, pace = draft["lengths"], draft["target_steps"], report.tokens_per_s
@@ -159,7 +159,7 @@ def draft_metrics(run: Generation, plain: Generation | None = None) -> dict[str,
 
 
 @dataclass(frozen=True)
-class RoundingCheck:
+class GenerationComparison:
     """Result of comparing two greedy generations of one model.
 
     first   index of the first new token where they differ; None: they are equal
@@ -180,14 +180,14 @@ class RoundingCheck:
 
 
 @torch.no_grad()
-def check_rounding(
+def compare_generations(
     model: nn.Module,
     inputs: Mapping[str, Tensor],
     ours: Tensor,
     plain: Tensor,
     window: int,
     exact: nn.Module | None = None,
-) -> RoundingCheck:
+) -> GenerationComparison:
     """Check whether `ours` [n] and `plain` [m], greedy new ids after the prompt `inputs`, differ by rounding alone.
 
     A target verifies drafted tokens in one pass of several rows. Its kernels round otherwise than those of one row, which
@@ -199,7 +199,7 @@ def check_rounding(
     differ = (ours[:length] != plain[:length]).nonzero()
     if not differ.numel():
         same = ours.numel() == plain.numel()
-        return RoundingCheck(None if same else length, ended=not same)
+        return GenerationComparison(None if same else length, ended=not same)
     first = int(differ[0])
     if first == 0:
         raise MmaccelError(
@@ -216,7 +216,7 @@ def check_rounding(
     cast = {name: x.to(kind) if x.is_floating_point() else x for name, x in inputs.items()}
     true = _logits(exact, cast, before, [1] * rows)
     gap = float((true[ours[first]] - true[plain[first]]).abs())
-    return RoundingCheck(first, gap, float((one - many).abs().max()))
+    return GenerationComparison(first, gap, float((one - many).abs().max()))
 
 
 def _logits(model: nn.Module, inputs: Mapping[str, Tensor], before: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -35,9 +35,9 @@ from mmaccel.core.errors import RecipeError, VideoError, check_question
 from mmaccel.core.prefill.prune import candidate_columns, share_token_count
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report_page import (
-    describe_decoding,
     describe_draft,
-    describe_memory,
+    describe_kv_memory,
+    format_answer_speed,
     format_attention_share,
     format_head_counts,
 )
@@ -231,12 +231,12 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
         ("answer", lambda a: a.text or "(nothing)"),
         ("ends", lambda a: describe_cut_off(a.finish_reason, a.report.new_tokens)),
         ("first token", lambda a: format_number(a.report.ttft_s, ".2f", " s")),
-        ("decode", lambda a: describe_decoding(a.report.new_tokens, a.report.tokens_per_s)),
+        ("decode", lambda a: format_answer_speed(a.report.new_tokens, a.report.tokens_per_s)),
         ("pairs computed", lambda a: format_attention_share(a.report.kept)),
         ("heads", lambda a: format_head_counts(a.report.heads())),
         ("drafted", lambda a: describe_draft(a.report.draft)),
         ("video", lambda a: _pruned(_count_video_tokens(a, tokens))),
-        ("cache", lambda a: describe_memory(a.report.kv) if a.report.kv.get("bytes") else ""),
+        ("cache", lambda a: describe_kv_memory(a.report.kv) if a.report.kv.get("bytes") else ""),
         (peak, lambda a: bytes_text(a.report.peak_bytes)),
         ("notes", lambda a: "\n".join([*a.report.draft["notes"], *a.report.notes])),
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from mmaccel.cli import answer, choices
-from mmaccel.cli.answer import RoundingCheck
+from mmaccel.cli.answer import GenerationComparison
 from mmaccel.cli.choices import Device, Draft, Dtype, Fps, Frames, Json, Model, Timeout
 from mmaccel.cli.console import describe_cut_off, format_number, out, plural, print_json, progress_bars
 from mmaccel.core.attach import accelerate
@@ -64,7 +64,7 @@ def caption(
     certificate = None
     if plain is not None and not told["same"] and chosen.sparse.dense and chosen.prune is None:
         window = max(report.draft["windows"], default=1) + 1
-        certificate = answer.check_rounding(loaded, inputs, ids, plain[0][0], window)
+        certificate = answer.compare_generations(loaded, inputs, ids, plain[0][0], window)
     rate = answer.memory_bandwidth(device)
     floor = answer.min_decode_step_s(loaded, report.kv.get("bytes", 0.0), rate)
     facts = {
@@ -92,7 +92,7 @@ def caption(
 
 
 def _figure_lines(
-    told: dict[str, Any], facts: dict[str, Any], compare: bool, certificate: RoundingCheck | None
+    told: dict[str, Any], facts: dict[str, Any], compare: bool, certificate: GenerationComparison | None
 ) -> list[str]:
     """The lines of figures printed below the description."""
     speed = f"speed   {format_number(told['tokens_per_s'], '.1f', ' tokens/s')}"

@@ -43,7 +43,7 @@ RECIPE = "recipe"
 DESCRIBED = tuple(kind for kind in KINDS if kind != "model")
 
 
-def names_by_kind() -> dict[str, Any]:
+def registered_names_by_kind() -> dict[str, Any]:
     """Return kind -> registered names; for backends name -> None if it runs here, else the reason why not."""
     return {
         **{kind: list(registry(kind)) for kind in DESCRIBED},
@@ -63,7 +63,7 @@ def list_names(
     if pairs:
         print(_combination_tables(), end="")
         return
-    found = names_by_kind()
+    found = registered_names_by_kind()
     if as_json:
         print_json({**found, "abilities": _family_features()})
         return
@@ -114,7 +114,7 @@ def describe_name(
     ],
 ) -> None:
     """Describe a name: its text, its fields with types and defaults, or its YAML."""
-    name, found = FORMER.get(name, name), names_by_kind()
+    name, found = FORMER.get(name, name), registered_names_by_kind()
     kinds = [kind for kind in DESCRIBED if name in registry(kind)]
     texts = []
     if name in found["recipe"]:
@@ -213,7 +213,7 @@ def build_default_policy(slot: str, name: str, **fields: Any) -> Any:
     return policy(slot, {"name": name, **fields})
 
 
-def why_options_refused(works: Callable[[], object], names: Iterable[str] = ()) -> str:
+def recipe_error_or_yes(works: Callable[[], object], names: Iterable[str] = ()) -> str:
     """Call `works`; return `YES`, or the message of the `RecipeError` that it raises. The quoted policy names `names` are
     cut from the message, so that one reason has the same text for all policies."""
     try:
@@ -230,7 +230,7 @@ USES: dict[str, Callable[[Recipe], object]] = {"generate": check_generate, "Vide
 """What a recipe serves, and what raises `RecipeError` for one that does not."""
 
 
-def names_by_field() -> dict[str, list[str]]:
+def policy_names_by_field() -> dict[str, list[str]]:
     """Return recipe field -> names that it can take; "own" is the pruner of a draft's own prompt; "none" is no pruner."""
     names = {slot: list(registry(slot)) for slot in SLOTS}
     own = {name for name, cls in registry("prune").items() if cls.stage == "draft"}
@@ -240,8 +240,8 @@ def names_by_field() -> dict[str, list[str]]:
 
 def why_use_refused(use: str, names: Iterable[str] = (), **parts: Any) -> str:
     """Return `YES`, or why a recipe with the policies `parts` does not support `use` ("generate" or "VideoSession"). `names`
-    are cut from the reason, as in `why_options_refused`."""
-    return why_options_refused(lambda: USES[use](Recipe(**parts)), names)
+    are cut from the reason, as in `recipe_error_or_yes`."""
+    return recipe_error_or_yes(lambda: USES[use](Recipe(**parts)), names)
 
 
 def why_pair_refused(one: str, other: str, a: str, b: str) -> str:
@@ -258,7 +258,7 @@ def why_pair_refused(one: str, other: str, a: str, b: str) -> str:
 
 def why_pruner_refused(draft: str, prune: str) -> str:
     """Return `YES`, or why the draft `draft` cannot take the pruner `prune` for its own prompt."""
-    return why_options_refused(lambda: build_default_policy("draft", draft, prune=prune), (draft, prune))
+    return recipe_error_or_yes(lambda: build_default_policy("draft", draft, prune=prune), (draft, prune))
 
 
 def _why_policy_refused(slot: str, name: str, use: str) -> str:
@@ -270,7 +270,7 @@ def _combination_tables() -> str:
     """Markdown tables of which policies combine, by trying each pair in a recipe; numbered reasons follow each table."""
     parts, names = (
         [],
-        {kind: [name for name in some if name != "none"] for kind, some in names_by_field().items()},
+        {kind: [name for name in some if name != "none"] for kind, some in policy_names_by_field().items()},
     )
     for one, other in itertools.combinations(SLOTS, 2):
         title = f"{SLOTS[one]} beside {SLOTS[other]}"

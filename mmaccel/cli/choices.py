@@ -16,7 +16,7 @@ from torch import nn
 from typer import Option
 
 from mmaccel.backends import select
-from mmaccel.cli.console import add_bar, plural, remark
+from mmaccel.cli.console import plural, remark, show_bar
 from mmaccel.core.attach import Accelerated, accelerate, family_of
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, VideoError, VideoStalled, VideoWarning
 from mmaccel.core.memory.kv import StreamPolicy
@@ -237,7 +237,7 @@ def read_video(
     how: dict[str, Any] = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
     with name_options_in_errors():
         return read_sampled_video(
-            processor, path, **how, faster=fps is None, progress=add_bar(progress, "decode", "frames")
+            processor, path, **how, faster=fps is None, progress=show_bar(progress, "decode", "frames")
         )
 
 

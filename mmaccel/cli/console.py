@@ -135,7 +135,7 @@ def _line(tasks: Sequence[Task], seconds: float) -> str:
     return f"{', '.join(shown) or 'at work'}; {seconds:.0f} s"
 
 
-def add_bar(
+def show_bar(
     progress: Progress, name: str, unit: str, total: int | None = None
 ) -> Callable[[int, int | None], None]:
     """Add a progress bar and return its callback ``(done, total)``, which counts in `unit`."""

@@ -75,7 +75,7 @@ def draw_pictures(
     """
     from mmaccel.search.measure import CapturedLayer, visit_attention_inputs
     from mmaccel.search.picture import (
-        demo_field_differences,
+        describe_changed_fields,
         draw_head_attention,
         draw_head_pattern_map,
         draw_pattern_plan,
@@ -92,7 +92,7 @@ def draw_pictures(
         save_figure(draw_pattern_plan(what) if is_pattern else draw_head_pattern_map(layers, title), output)
         echo(str(output))
         if is_pattern:
-            echo(f"for so short a prompt, in place of the (default): {demo_field_differences(what)}")
+            echo(f"for so short a prompt, in place of the (default): {describe_changed_fields(what)}")
         return
     create_figure(1, 1)  # says at once where matplotlib is missing
     if output.exists() and not output.is_dir():

@@ -19,8 +19,8 @@ from mmaccel.core.files import outside
 from mmaccel.core.report import Report
 from mmaccel.core.report_page import (
     bytes_text,
-    describe_decoding,
     describe_draft,
+    format_answer_speed,
     format_attention_share,
     format_head_counts,
 )
@@ -174,7 +174,7 @@ def evidence_footer(answer: Answer, moments: int) -> list[str]:
         lines.append("0% retrieved: a recent frame, or another that every question sees without retrieval")
     # With the end token, as the report counts.
     count = len(answer.ids) + (answer.finish_reason == "stop")
-    decoded = describe_decoding(count, answer.tokens_per_s)
+    decoded = format_answer_speed(count, answer.tokens_per_s)
     lines.append(f"first token {answer.ttft_s:.3f} s; decode: {decoded}")
     return [line for line in lines if line]
 

@@ -15,7 +15,7 @@ from typer import Argument, Exit, Option
 
 from mmaccel.cli import choices
 from mmaccel.cli.choices import Device, Dtype, Json, KeepSeconds, Longest, Model
-from mmaccel.cli.console import add_bar, echo, error_sentence, out, plural, print_json, progress_bars, remark
+from mmaccel.cli.console import echo, error_sentence, out, plural, print_json, progress_bars, remark, show_bar
 from mmaccel.cli.journal import EVERY_S, FPS, PeriodicSaver, WatchSource, find_resume_point, resume_frame_rate
 from mmaccel.cli.program import INTERRUPTED, delay_sigterm, delay_stop_signals
 from mmaccel.cli.questions import (
@@ -34,9 +34,9 @@ from mmaccel.cli.report import Page, check_report_path, write_html_page
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
 from mmaccel.core.memory.kv import StreamPolicy
-from mmaccel.core.streams.live import tune_process
+from mmaccel.core.streams.live import tune_python_for_streams
 from mmaccel.core.streams.session import VideoSession
-from mmaccel.core.streams.session_io import FACTS, check_writable, saved_recipe
+from mmaccel.core.streams.session_io import FACTS, check_session_path, saved_recipe
 from mmaccel.core.streams.sources import StreamEvent
 from mmaccel.core.streams.timed_text import TimedText, read_timed_lines, shift_lines
 
@@ -119,7 +119,7 @@ def watch(
     if load is not None and recipe is not None:
         raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
     if save is not None:
-        check_writable(save)
+        check_session_path(save)
     try:
         chosen = choices.load_stream_recipe(recipe or RECIPE) if load is None else saved_recipe(load)
         if load is not None and (keep_seconds is not None or host_bytes is not None):
@@ -172,13 +172,13 @@ def watch(
         raise Exit(INTERRUPTED) from None
     typed = TerminalQuestions(terminal)
     stopped, kept, whole, failed = False, False, False, list[Exception]()
-    with session, tune_process():
+    with session, tune_python_for_streams():
         keeper = PeriodicSaver(session, save, reading, point, every)
         work = WatchRun(session, asked, fps, max_new_tokens, evidence, as_json)
         work.lines = lines
         try:
             with progress_bars() as progress:
-                seen = add_bar(progress, "ingest" if stored else "watch", "frames")
+                seen = show_bar(progress, "ingest" if stored else "watch", "frames")
                 pieces = work.split_clips_at_questions(clips, keeper)
                 for piece in pieces:
                     work.feed_clip_piece(piece, pieces if stored else None, seen, keeper.is_due)

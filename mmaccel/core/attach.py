@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmaccel.backends import select
 from mmaccel.core.adapter import ConfigOnlyModel, ModelAdapter, ModelView, Runner, TokenTree, unwrap
-from mmaccel.core.errors import ModelError, RecipeError, nearest_name, quoted
+from mmaccel.core.errors import ModelError, RecipeError, nearest_name_hint, quoted
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.kv import KVState, StreamState
 from mmaccel.core.memory.thinned import PrunedKVState
@@ -219,7 +219,7 @@ def family_of(kind: str) -> ModelFamily:
     families: dict[str, Any] = {t: one for one in known for t in one.model_types}
     form: Any = families.get(kind, families.pop("*", None))
     if form is None or not form().supports_model_type(kind):
-        near, all_kinds = nearest_name(kind, families), ", ".join(sorted(families))
+        near, all_kinds = nearest_name_hint(kind, families), ", ".join(sorted(families))
         raise ModelError(f"model type {quoted(kind)} is not supported; {near}there are {all_kinds}.")
     return form()  # type: ignore[no-any-return]
 

@@ -53,7 +53,7 @@ def one_line_error(error: Exception) -> str:
     return textwrap.shorten(str(error), 200, placeholder=" ...")
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str:
+def nearest_name_hint(name: str, known: Iterable[str]) -> str:
     """Return a piece of an error message, "the nearest that is, is 'X'; ", for the most similar X in `known`, else ""."""
     near = difflib.get_close_matches(str(name)[:SHOWN], list(known), n=1, cutoff=0.4)
     return f"the nearest that is, is {near[0]!r}; " if near else ""

@@ -263,7 +263,7 @@ class PositionIds:
         steps = torch.tensor([self._step(slot) for slot in slots[begin:]])
         self._own[begin : len(slots)] = steps.to(self._own.device)
 
-    def unit_interval(self, unit: int) -> float:
+    def unit_step(self, unit: int) -> float:
         """Return when a unit (frame) was shown, as a number of unit intervals of the stream's even rate since unit 0. Units
         without a recorded time count as following the last recorded one at that rate."""
         if self._odd is None:
@@ -271,23 +271,23 @@ class PositionIds:
         last = len(self._slots) - 1
         return self._slots[unit] if unit <= last else self._slots[last] + unit - last
 
-    def interval_count(self, count: int) -> int:
+    def count_intervals(self, count: int) -> int:
         """Return how many intervals of the even frame rate `count` units span; `count` if the stream has no gaps."""
-        return math.floor(self.unit_interval(count - 1)) + 1 if count else 0
+        return math.floor(self.unit_step(count - 1)) + 1 if count else 0
 
     @property
     def has_even_rate(self) -> bool:
         """Whether units (frames) came at the stream's even rate, without gaps: positions by time and by number are equal."""
         return self._odd is None
 
-    def of_units_by_time(self, first: int, count: int, base: int = 0) -> Tensor:
+    def positions_by_time(self, first: int, count: int, base: int = 0) -> Tensor:
         """Return positions [count * P] or [3, count * P] of units (frames) from number `first` on, by the times at which
         they were shown; times count from `base` unit intervals of the stream's even rate after unit 0."""
         if self._odd is None:
-            return self.unit_range(first - base, count)
+            return self.position_range(first - base, count)
         if not base:
             return self._placed(self._own[first : first + count])
-        steps = [self._step(self.unit_interval(unit) - base) for unit in range(first, first + count)]
+        steps = [self._step(self.unit_step(unit) - base) for unit in range(first, first + count)]
         return self._placed(torch.tensor(steps, dtype=torch.long, device=self._own.device))
 
     def _step(self, slot: float) -> int:
@@ -307,7 +307,7 @@ class PositionIds:
         """Return the positions [h] or [3, h] of the prompt before the video."""
         return self._shaped(self._head)
 
-    def unit_range(self, first: int, count: int) -> Tensor:
+    def position_range(self, first: int, count: int) -> Tensor:
         """Return positions [count * P] or [3, count * P] of the `count` units (frames) from number `first` on."""
         return self._placed(self._upto(first + count)[first : first + count])
 
@@ -340,14 +340,14 @@ class PositionIds:
         more = pending // self._unit.shape[1]
         if start >= pending:
             return self.text_positions(units + more, start - pending, count)
-        first = self.of_units_by_time(units, more) if own else self.unit_range(units, more)
+        first = self.positions_by_time(units, more) if own else self.position_range(units, more)
         return torch.cat([first, self.text_positions(units + more, 0, count - pending)], -1)
 
     def largest_position(self, units: int, own: bool = False) -> int:
         """Return the largest position of `units` units (frames) and a text token after them. `own`: by the units' times."""
         last = max(units, 1) - 1
         self._upto(last + 1)
-        step = self._step(self.unit_interval(last)) if own and self._odd is not None else self._known[last]
+        step = self._step(self.unit_step(last)) if own and self._odd is not None else self._known[last]
         return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
 
     def last_position(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:

@@ -88,7 +88,7 @@ class Policy(metaclass=_TakesFormerFields):
             BASES[kind] = cls
 
     def __post_init__(self) -> None:
-        check_limits(getattr(self, "name", type(self).__name__), self)
+        check_field_values(getattr(self, "name", type(self).__name__), self)
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -146,7 +146,7 @@ def limited(default: Any, limit: FieldLimit) -> Any:
     return dataclasses.field(default=default, metadata={"limit": limit})
 
 
-def check_limits(who: str, fields: Any) -> None:
+def check_field_values(who: str, fields: Any) -> None:
     """Raise `RecipeError`, beginning with `who`, for the first of `fields` that has a wrong type or breaks its `limited`."""
     for name, types in _plain_types(fields.__class__).items():
         value = getattr(fields, name)

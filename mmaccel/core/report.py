@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.registry import DEFAULTS
-from mmaccel.core.report_page import HtmlReport, describe_run, plural
+from mmaccel.core.report_page import HtmlReport, format_report_lines, plural
 
 _EVENTS = """
     recalled questions pages ingested eager_splits deferred_splits visual_splits cuts deferred singletons flushed resolved
@@ -25,7 +25,7 @@ _EVENTS = """
 _EVENT_PREFIXES = ("fetch_", "host_copies_", "host_bytes_", "host_seconds_", "host_disk_in")
 
 
-def counters_since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+def counter_increases_since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
     """Return a memory's counters `now`; those that count events (retrievals, say) only as their increase since `before`."""
     events = [name for name in before if name in _EVENTS.split() or name.startswith(_EVENT_PREFIXES)]
     return {**now, **{name: now[name] - before[name] for name in events if name in now}}
@@ -86,7 +86,7 @@ class Report(HtmlReport):
         return sum(lengths) / len(lengths)
 
     def __str__(self) -> str:
-        return describe_run(self.to_dict())
+        return format_report_lines(self.to_dict())
 
 
 @dataclass(kw_only=True)
@@ -235,7 +235,7 @@ class Meter(DraftRounds):
             self.add_note(sentence)
         self.idle |= other.idle
 
-    def joined_with(self, other: Meter, video: tuple[int, int]) -> Meter:
+    def merged_with(self, other: Meter, video: tuple[int, int]) -> Meter:
         """Return a new meter with the query-key pairs and notes of `other` added; `video`: the stream's tokens and units."""
         whole = replace(self, listed={}, causal={}, names={}, notes=[], idle={}, video=video)
         for one in (other, self):

@@ -243,11 +243,11 @@ def _costs(runs: Mapping[str, Fields]) -> str:
 
     rows: dict[str, Callable[[Fields], str]] = {
         "first token": number("ttft_s", ".3f", " s"),
-        "decode": lambda run: describe_decoding(run.get("new_tokens"), run.get("tokens_per_s")),
+        "decode": lambda run: format_answer_speed(run.get("new_tokens"), run.get("tokens_per_s")),
         "prompt": number("prompt_tokens", "d", " tokens"),
         "pairs computed": number("kept", ".1%", " of causal, in the last prompt or ingestion"),
         "peak memory": number("peak_bytes", ".0f", " MiB", 2**-20),
-        "memory holds": lambda run: describe_memory(run.get("kv") or {}),
+        "memory holds": lambda run: describe_kv_memory(run.get("kv") or {}),
         "draft": lambda run: describe_draft({**(run.get("draft") or {}), "notes": ()}),  # they stand below
         "backend": lambda run: str(run.get("backend") or ""),
         "why": lambda run: str(run.get("backend_why") or ""),
@@ -256,7 +256,7 @@ def _costs(runs: Mapping[str, Fields]) -> str:
     return _table(table, list(runs) if len(runs) > 1 else ())
 
 
-def describe_run(run: Fields) -> str:
+def format_report_lines(run: Fields) -> str:
     """Return the fields of a `Report` as lines of text."""
 
     def show(value: float | None, form: str) -> str:
@@ -268,7 +268,7 @@ def describe_run(run: Fields) -> str:
     unused = "no pattern" if asked == DEFAULTS["sparse"] else f"{asked} acted on no part of it, see below"
     lines = [
         f"prompt: {run['prompt_tokens']} tokens, first token after {show(run['ttft_s'], '.3f')} s; "
-        f"decode: {describe_decoding(run['new_tokens'], run['tokens_per_s'])}",
+        f"decode: {format_answer_speed(run['new_tokens'], run['tokens_per_s'])}",
         f"attention: pairs computed in prefill {format_attention_share(run['kept'])} ({heads or unused}), "
         f"backend {run['backend']}",
         *memory_lines(run),
@@ -322,13 +322,13 @@ def format_attention_share(kept: float | None) -> str:
     return f"{percent} (blocks count whole)" if kept and kept > 1 and percent[:6] != "100.0%" else percent
 
 
-def describe_decoding(tokens: int | None, rate: float | None) -> str:
+def format_answer_speed(tokens: int | None, rate: float | None) -> str:
     """Format an answer's number of tokens ("" for None), with their `rate` per second if there are at least `FEWEST`."""
     told = "" if tokens is None else plural(tokens, "token")
     return f"{told}, {rate:.1f} tokens/s" if rate and (tokens or 0) >= FEWEST else told
 
 
-def describe_memory(kv: Fields) -> str:
+def describe_kv_memory(kv: Fields) -> str:
     """Describe in words what a KV memory holds, from its counters `kv`; "" if it holds nothing."""
     parts = [bytes_text(kv["bytes"])] if kv.get("bytes") else []
     if held := kv.get("held"):
@@ -349,7 +349,7 @@ def describe_draft(draft: Fields) -> str:
     if not rounds:
         return "; ".join(filter(None, [f"nothing: {failed or notes}" if failed or notes else "", waited]))
     counters = draft.get("counters", {})
-    own = describe_memory({name.removeprefix("kv_"): value for name, value in counters.items()})
+    own = describe_kv_memory({name.removeprefix("kv_"): value for name, value in counters.items()})
     told = [
         f"{draft['accepted']} of {draft['proposed']} accepted in {plural(rounds, 'round')}, "
         f"{draft['accepted'] / rounds:.2f} a round",

@@ -291,7 +291,7 @@ class Source(AbstractContextManager["Source"]):
             return float(frame.duration * self._unit)
         return 1.0 / self.rate if self.rate else 0.04
 
-    def count_damaged(self, stop: float | None = None) -> int:
+    def count_damaged_parts(self, stop: float | None = None) -> int:
         """Number of damaged parts before second `stop`; later ones may be known too, as the decoder's threads read ahead."""
         last = FOREVER if stop is None else stop + (self._start or 0.0)
         # Packets where recordings are joined are marked as corrupt, too; most begin a clock anew.

@@ -230,7 +230,7 @@ def to_tiles(image: Tensor, pixels: PixelSettings, **where: Any) -> Tensor:
 
     Source: LLaVA-NeXT "anyres", as in LLaVA-OneVision (arXiv 2408.03326), section 3.2.
     """
-    height, width = best_resolution(pixels, *image.shape[-2:])
+    height, width = best_tiling_resolution(pixels, *image.shape[-2:])
     side = pixels.size.get("height") or pixels.size["shortest_edge"]
     scale_x, scale_y = width / image.shape[2], height / image.shape[1]
     if scale_x < scale_y:
@@ -249,7 +249,7 @@ def to_tiles(image: Tensor, pixels: PixelSettings, **where: Any) -> Tensor:
     return torch.cat([to_frames(tile[None], pixels, **where) for tile in (overview[0], *tiles)])
 
 
-def to_square_pixels(image: Tensor, pixels: PixelSettings, **where: Any) -> Tensor:
+def pad_and_resize_square(image: Tensor, pixels: PixelSettings, **where: Any) -> Tensor:
     """Pad an image `[3, H, W]` to a square of the mean colour and resize it: `[1, 3, h, w]`. Used where a prompt has several
     images."""
     height, width = image.shape[-2:]
@@ -261,7 +261,7 @@ def to_square_pixels(image: Tensor, pixels: PixelSettings, **where: Any) -> Tens
     return to_frames(square[None], pixels, **where)
 
 
-def best_resolution(pixels: PixelSettings, height: int, width: int) -> tuple[int, int]:
+def best_tiling_resolution(pixels: PixelSettings, height: int, width: int) -> tuple[int, int]:
     """The (height, width) of `image_grid_pinpoints` that preserves most pixels of the image, then wastes fewest."""
     if not pixels.image_grid_pinpoints:
         raise VideoError("image_grid_pinpoints is empty: list the resolutions that images may be cut into.")

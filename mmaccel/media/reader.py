@@ -20,7 +20,7 @@ from mmaccel.media.sampling import (
     FASTEST,
     TIE,
     evenly_spaced_frames,
-    half_tick,
+    half_period,
     log_sampling_gaps,
     make_times_increasing,
     pick_nearest,
@@ -155,7 +155,7 @@ def read(
 
 
 @dataclass(frozen=True)
-class ReadingPlan:
+class FramePlan:
     """Which frames of a file to keep: `total` of them (None: unknown), at `rate` frames per second (0.0: unknown).
 
     stream   (tick, time, frame) for each wanted frame, in seconds: the moment asked for, and when the frame taken for it
@@ -178,7 +178,7 @@ class ReadingPlan:
 
 def _by_rate(
     source: Source, fps: float, start: float, stop: float | None, most: int | None, gaps: Gaps
-) -> ReadingPlan:
+) -> FramePlan:
     end = source.duration
     if end is None and source.local and most is not None:
         index = source.read_frame_times()
@@ -190,11 +190,11 @@ def _by_rate(
     if total is not None and end is not None and most is not None and total > most:
         fps, total = most / (end - start), most
     times = sampling_times(start, fps, stop)
-    each = pick_nearest(source.frames(start), times, source.seek, source.frame_end_time, half_tick(fps))
+    each = pick_nearest(source.frames(start), times, source.seek, source.frame_end_time, half_period(fps))
     if most is not None and total == most:
         # A length that is rounded down should not cost every second frame.
         each = drop_item_if_last(each, most)
-    return ReadingPlan(log_sampling_gaps(each, start, fps, source.log, gaps), total, fps, slack=1, most=most)
+    return FramePlan(log_sampling_gaps(each, start, fps, source.log, gaps), total, fps, slack=1, most=most)
 
 
 def drop_item_if_last(stream: Iterable[Any], number: int) -> Iterator[Any]:
@@ -206,7 +206,7 @@ def drop_item_if_last(stream: Iterable[Any], number: int) -> Iterator[Any]:
 
 def _by_number(
     source: Source, count: int | Rule | None, start: float, stop: float | None, most: int | None
-) -> ReadingPlan:
+) -> FramePlan:
     times = source.read_frame_times() if source.local else None
     if count is None and times is None and (not source.count or start > 0 or stop is not None):
         return replace(_all(source, start, stop), most=most)
@@ -256,13 +256,13 @@ def _by_number(
     if times is not None:
         targets = [times[number] for number in numbers]
         kept = pick_nearest(source.frames(targets[0]), targets, source.seek, source.frame_end_time)
-        return ReadingPlan(((time, time, frame) for time, frame in kept), keep, rate, missing, slack)
+        return FramePlan(((time, time, frame) for time, frame in kept), keep, rate, missing, slack)
     numbered = ((float(number), pair) for number, pair in enumerate(source.frames()))
     pairs = (pair for _, pair in pick_nearest(numbered, map(float, numbers)))
-    return ReadingPlan(((time, time, frame) for time, frame in pairs), keep, rate)
+    return FramePlan(((time, time, frame) for time, frame in pairs), keep, rate)
 
 
-def _all(source: Source, start: float, stop: float | None) -> ReadingPlan:
+def _all(source: Source, start: float, stop: float | None) -> FramePlan:
     def stream() -> Iterator[tuple[float, float, av.VideoFrame]]:
         for time, frame in source.frames(start):
             if stop is not None and time >= stop - TIE:
@@ -273,13 +273,13 @@ def _all(source: Source, start: float, stop: float | None) -> ReadingPlan:
     whole = start <= 0 and stop is None
     end = source.duration if stop is None else stop if source.duration is None else min(stop, source.duration)
     if whole and source.count:
-        return ReadingPlan(stream(), source.count, source.rate)
+        return FramePlan(stream(), source.count, source.rate)
     total = max(0, round((end - start) * source.rate)) if end is not None and source.rate else None
-    return ReadingPlan(stream(), total, source.rate, end=end)
+    return FramePlan(stream(), total, source.rate, end=end)
 
 
 def warn_of_lost_frames(
-    source: Source, plan: ReadingPlan, kept: int, end: float, stop: float | None = None
+    source: Source, plan: FramePlan, kept: int, end: float, stop: float | None = None
 ) -> None:
     """Warn how many frames before `stop` could not be read; `end` is when the last frame that was read ends."""
     told, lost = f"{kept} frames could be read", True
@@ -297,7 +297,7 @@ def warn_of_lost_frames(
     ):
         # A header counts frames that an edit list hides, too.
         told = f"{kept} of {plan.total} frames could be read, {(plan.total or 0) - kept} were lost"
-    if places := source.count_damaged(stop):
+    if places := source.count_damaged_parts(stop):
         told += f"; it is damaged in {places} place{'s' if places > 1 else ''}"
     stopped = ("; ", *source.stopped) if source.stopped else ()
     if lost or places or stopped:

@@ -30,7 +30,7 @@ TOUCHING = 1e-6
 """Events of one kind that are less than this many seconds apart are one."""
 
 
-def half_tick(fps: float) -> float:
+def half_period(fps: float) -> float:
     """Half the interval of rate `fps`, in seconds: a frame may start so much later than a tick and still be taken for it."""
     return 0.5 / fps + ROUNDED
 

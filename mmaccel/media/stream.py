@@ -19,8 +19,8 @@ import torch
 from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.address import Pipe, has_no_writer, is_file, is_pipe, is_url, local_path, wait_for_data
 from mmaccel.media.container import FOLLOWED, Source
-from mmaccel.media.reader import ReadingPlan, check_read_arguments, warn_of_lost_frames, warn_of_shrinking
-from mmaccel.media.sampling import TIE, EventLog, half_tick, log_sampling_gaps, pick_nearest, sampling_times
+from mmaccel.media.reader import FramePlan, check_read_arguments, warn_of_lost_frames, warn_of_shrinking
+from mmaccel.media.sampling import TIE, EventLog, half_period, log_sampling_gaps, pick_nearest, sampling_times
 from mmaccel.media.video import Event, FrameConverter, Gaps, Progress, Video, stack_frames
 
 AHEAD = 8
@@ -236,7 +236,7 @@ class _Reading:
                     sampling_times(0.0, self.fps),
                     source.seek,
                     source.frame_end_time,
-                    half_tick(self.fps),
+                    half_period(self.fps),
                 )
                 for tick, time, frame in log_sampling_gaps(each, 0.0, self.fps, source.log, self.gaps):
                     self.seen += 1
@@ -348,7 +348,7 @@ class Clips(Iterator[Video]):
         if source is not None and not isinstance(end, VideoError):
             fps = self._reading.fps
             due = round(source.duration * fps) if source.duration and not source.live else None
-            warn_of_lost_frames(source, ReadingPlan((), due, fps, slack=1), self._reading.seen, 0.0)
+            warn_of_lost_frames(source, FramePlan((), due, fps, slack=1), self._reading.seen, 0.0)
             warn_of_shrinking(source, self._reading.picture)
         self._reading.source, self._end = None, StopIteration()
         raise end

@@ -240,7 +240,7 @@ def token_chunk_ranges(run: ForwardPass, chunk: int) -> Iterator[tuple[int, int]
     while begin < count:
         end = begin + chunk
         if run.images is not None:
-            end = run.images.next_chunk_cut(run.start + end) - run.start
+            end = run.images.next_chunk_boundary(run.start + end) - run.start
         yield begin, (begin := min(end, count))
 
 

@@ -15,7 +15,7 @@ from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.decoding.generate import CallEnded, GuardedDraft, Speculation, decode_round_robin
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.models.hf import ModelAttachment
-from mmaccel.models.prompt_layout import PIXELS, inputs_after_past, prompt_length
+from mmaccel.models.prompt_layout import PIXELS, inputs_after_past, padded_length
 from mmaccel.models.prompt_stream import PromptStreamRunner, open_prompt_runner
 from mmaccel.models.sequences import (
     STATEFUL,
@@ -63,7 +63,7 @@ def generate(attachment: ModelAttachment, kwargs: dict[str, Any], lasts: bool = 
         else:
             decode_round_robin(decodings)
             tokens = sum(one.ids.shape[1] for one in decodings) - before
-            attachment.draft_times.record_drafted(prompt_length(kwargs), time.perf_counter() - began, tokens)
+            attachment.draft_times.record_drafted(padded_length(kwargs), time.perf_counter() - began, tokens)
     finally:
         for sequence in begun:
             sequence.end()

@@ -56,7 +56,7 @@ class ModuleFingerprint:
         return held, [*map(id, held), *map(Tensor.data_ptr, tensors)]
 
 
-class BuffersOfModule:
+class ModuleGraphBuffers:
     """The `GraphBuffers` that captures of passes through a module share, as long as the module is unchanged."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -20,8 +20,8 @@ from mmaccel.core.report import Meter
 from mmaccel.models import step
 from mmaccel.models.attention import KVCache
 from mmaccel.models.hf import ModelAttachment
-from mmaccel.models.next_turn import check_next_turn
-from mmaccel.models.prompt_layout import bind_args, prompt_length
+from mmaccel.models.next_turn import check_prompt_extends_cache
+from mmaccel.models.prompt_layout import bind_args, padded_length
 
 MARGIN = 1.1
 """How many times faster than plain steps of the batch a draft must be: with one each sequence takes its own target steps,
@@ -72,7 +72,7 @@ OUTPUTS = ("num_return_sequences", "output_scores", "output_logits", "use_cache"
 """Arguments of `generate` that ask for more than the loop without a draft gives, beside those of `DRAFT`."""
 
 
-def is_argument_set(attachment: ModelAttachment, name: str, kwargs: Mapping[str, Any]) -> bool:
+def is_generate_option_set(attachment: ModelAttachment, name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether a `generate` call sets the option `name`, also by a config, to other than its neutral value."""
     value = attachment.get_generate_option(name, kwargs)
     if name == "penalty_alpha":
@@ -84,7 +84,7 @@ def _check_generate(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> N
     """Raise for an argument of `generate` that the recipe does not support: `DraftError` if its draft does not, else
     `ModelError`."""
     recipe = attachment.owner.recipe
-    if is_argument_set(attachment, "cache_implementation", kwargs):
+    if is_generate_option_set(attachment, "cache_implementation", kwargs):
         raise ModelError(
             "cache_implementation: an accelerated model keeps its own cache; leave it out and choose kv in the recipe."
         )
@@ -106,7 +106,7 @@ def _check_generate(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> N
         parts.append((f"draft {recipe.draft.name!r}", DRAFT, DraftError))
     for part, sentences, error in parts:
         for name, sentence in sentences.items():
-            if is_argument_set(attachment, name, kwargs):
+            if is_generate_option_set(attachment, name, kwargs):
                 raise error(f"{name}: {sentence.format(part=part)}")
         if kwargs.get("input_ids") is None and kwargs.get("inputs") is None:
             raise error(f"input_ids: {part} reads token ids; give them.")
@@ -159,7 +159,7 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
         kwargs |= _mask_of_padding(attachment, ids, kwargs)
     streams = not attachment.owner.recipe.kv.sequences
     if given and not streams and isinstance(ids, Tensor):
-        check_next_turn(attachment, kwargs, ids)
+        check_prompt_extends_cache(attachment, kwargs, ids)
     if not (streams or given) and (caches or draft or not isinstance(ids, Tensor)):
         kwargs["past_key_values"] = attachment.open_kv_cache()
     meter = attachment.owner.attention.meter
@@ -192,12 +192,12 @@ def _untimed(attachment: ModelAttachment, kwargs: dict[str, Any]) -> Any:
             with cache.exclusive_call() if streams and cache is not None else nullcontext():
                 out = drafting.generate(attachment, kwargs, lasts and (draft or streams))
                 return _noted(cache, out, whole, read)
-        if not is_argument_set(attachment, "num_beams", kwargs):
+        if not is_generate_option_set(attachment, "num_beams", kwargs):
             kwargs["streamer"] = TokenCounter(meter.count_tokens, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limit_to_max_positions(kwargs))
         if rests and not held:
             attachment.draft_times.record_without_draft(
-                _sequences(attachment, kwargs), prompt_length(kwargs), meter
+                _sequences(attachment, kwargs), padded_length(kwargs), meter
             )
         return _noted(cache, out, whole, read)
     finally:
@@ -266,7 +266,7 @@ def _draft_rests(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> bool
     elif tensor_parallel_size(attachment.model) > 1:
         why = "under tensor parallelism processes that go by their own clocks would part"
     else:
-        why = times.why_draft_is_slower(count, prompt_length(kwargs))
+        why = times.why_draft_is_slower(count, padded_length(kwargs))
     if why is None:
         return False
     message = f"it does not draft in a batch of {count}: {why}"
@@ -286,7 +286,7 @@ def _in_turns(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> bool:
         return False
     padded = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all())
     apart = recipe.prune is not None or (padded and not recipe.kv.exact)
-    return apart and not any(is_argument_set(attachment, name, kwargs) for name in DRAFT)
+    return apart and not any(is_generate_option_set(attachment, name, kwargs) for name in DRAFT)
 
 
 def _captures(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> bool:
@@ -297,7 +297,7 @@ def _captures(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> bool:
     ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
     if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():
         return False
-    if any(is_argument_set(attachment, name, kwargs) for name in (*DRAFT, *OUTPUTS)):
+    if any(is_generate_option_set(attachment, name, kwargs) for name in (*DRAFT, *OUTPUTS)):
         return False
     from mmaccel.models.decode import can_capture_decode
 
@@ -313,7 +313,7 @@ def _alone(attachment: ModelAttachment, kwargs: Mapping[str, Any]) -> str | None
         return f"kv {recipe.kv.name!r} opens a stream for each prompt"
     if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():
         return "it is not one new prompt of tokens"
-    if asked := [name for name in (*DRAFT, *OUTPUTS) if is_argument_set(attachment, name, kwargs)]:
+    if asked := [name for name in (*DRAFT, *OUTPUTS) if is_generate_option_set(attachment, name, kwargs)]:
         return f"{asked[0]} was asked for"
     from mmaccel.models.together import why_not_batchable
 

@@ -205,7 +205,7 @@ class ModelReadWriteLock:
                 self.leave()
 
     @contextmanager
-    def exclusive_access(self, what: str) -> Iterator[None]:
+    def hold_write_lock(self, what: str) -> Iterator[None]:
         """Context that holds the lock as a writer: running calls end first, new ones wait. Raises `ModelError`, which names
         the operation `what`, if this thread is inside a call."""
         me = threading.get_ident()
@@ -226,7 +226,7 @@ class ModelReadWriteLock:
                 self._state.notify_all()
 
     def wait_for_running_calls(self, what: str, modules: Collection[nn.Module]) -> None:
-        """Inside `exclusive_access(what)`: wait until running calls of `modules` that hold no lock have ended: they began
+        """Inside `hold_write_lock(what)`: wait until running calls of `modules` that hold no lock have ended: they began
         before any hook was installed. Raises `ModelError` if one of them is in this thread."""
         if _call_of(sys._getframe(), modules):
             raise _within(what)
@@ -292,7 +292,7 @@ class ModelReadWriteLock:
             self._alone, self._ends = None, ()
 
     @property
-    def attached_recipe(self) -> AttachmentBase | None:
+    def recipe_of_attachment(self) -> AttachmentBase | None:
         """The `AttachmentBase` (the attached recipe) of the model, or None."""
         attaching = self.last()
         return None if attaching is None or attaching.is_detached else attaching
@@ -334,8 +334,8 @@ class AttachmentBase:
 
     def attach(self, change: Callable[[], None]) -> None:
         """Call `change`, which changes the model through `hooks`; undo all its changes if it raises."""
-        with self.gate.exclusive_access("accelerate"):
-            if (other := self.gate.attached_recipe) is not None:
+        with self.gate.hold_write_lock("accelerate"):
+            if (other := self.gate.recipe_of_attachment) is not None:
                 raise ModelError(
                     "the model is accelerated already; call detach() on what accelerate returned, then attach anew."
                     if other.model is self.model
@@ -351,7 +351,7 @@ class AttachmentBase:
 
     def remove(self) -> None:
         """Restore the model once running calls have ended; a second call does nothing."""
-        with self.gate.exclusive_access("detach"):
+        with self.gate.hold_write_lock("detach"):
             self.is_detached = True
             self.hooks.close()
 

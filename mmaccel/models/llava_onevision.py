@@ -23,17 +23,17 @@ from mmaccel.models.tiny import IMG, TEXT, VID
 
 def _tiled(pixels: Any, extra: Mapping[str, Any], visuals: list[Any], where: Mapping[str, Any]) -> Made:
     """See `ProcessorSpec`: a base view of each image, and finer tiles of one that is alone in its text."""
-    from mmaccel.media.preprocess import best_resolution, to_square_pixels, to_tiles
+    from mmaccel.media.preprocess import best_tiling_resolution, pad_and_resize_square, to_tiles
 
     per_tile = _tokens_per_tile(extra)
     less = 1 if extra.get("vision_feature_select_strategy") == "default" else 0
     most = int("".join(filter(str.isdigit, extra.get("vision_aspect_ratio", "anyres_max_9"))))
     side, tiled, counts = math.isqrt(per_tile), [], []
     for image, alone in [(image, len(row) == 1) for row in visuals for image in row]:
-        tiles = (to_tiles if alone else to_square_pixels)(image, pixels, **where)
+        tiles = (to_tiles if alone else pad_and_resize_square)(image, pixels, **where)
         finer = 1
         if alone:
-            best = best_resolution(pixels, *image.shape[1:])
+            best = best_tiling_resolution(pixels, *image.shape[1:])
             grid = best[0] // int(tiles.shape[2]), best[1] // int(tiles.shape[3])
             rows, columns = tiled_token_grid(grid, side, image.shape[1:], most)
             finer = rows * (columns + 1)

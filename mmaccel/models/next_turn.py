@@ -13,7 +13,7 @@ from mmaccel.models.hf import ModelAttachment
 from mmaccel.models.prompt_layout import PIXELS, is_nonempty
 
 
-def check_next_turn(attachment: ModelAttachment, kwargs: Mapping[str, Any], ids: Tensor) -> None:
+def check_prompt_extends_cache(attachment: ModelAttachment, kwargs: Mapping[str, Any], ids: Tensor) -> None:
     """Raise `ModelError` if the prompt `ids` [B, S] does not begin with the tokens in the caller's cache, has another number
     of sequences, or repeats pixels that the cache has read. A call with new tokens alone, whose attention mask is longer
     than `ids`, is not checked. The cache's ids are unknown from such a call on, or from one with `inputs_embeds`: later

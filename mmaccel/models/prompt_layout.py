@@ -157,7 +157,7 @@ def bind_args(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     return {**given, **kwargs}
 
 
-def prompt_length(kwargs: Mapping[str, Any]) -> int:
+def padded_length(kwargs: Mapping[str, Any]) -> int:
     """Return the length of the prompts of a `generate` call, padding included; 0 without `input_ids`."""
     ids = kwargs.get("input_ids")
     return ids.shape[1] if isinstance(ids, Tensor) else 0
@@ -196,7 +196,7 @@ def derive_stream_positions(
     else:
         made = PositionIds.evenly_spaced(head, unit, text, slope, limit)
     wanted = three[0] if made.axes == 1 else three
-    if third - second != slope or not torch.equal(made.unit_range(0, 3), wanted):
+    if third - second != slope or not torch.equal(made.position_range(0, 3), wanted):
         raise ModelError(
             f"{family.name}: the installed transformers gives positions that do not grow evenly, so streams cannot follow."
         )
@@ -370,7 +370,7 @@ def last_message_span(
     return (begin, end) if begin < end else (0, len(ids))
 
 
-def markup_ids(model: nn.Module) -> tuple[set[int], set[int]]:
+def markup_token_ids(model: nn.Module) -> tuple[set[int], set[int]]:
     """Return the token ids that end a message of `model`, and those that mark start and end of its images and videos."""
     config: Any = model.config
     configs = (getattr(model, "generation_config", None), config.get_text_config(decoder=True))
@@ -381,7 +381,7 @@ def markup_ids(model: nn.Module) -> tuple[set[int], set[int]]:
 
 def question_token_mask(model: nn.Module, ids: Tensor, modality: Tensor, segment: Tensor) -> Tensor:
     """Return a mask [B, S] of the tokens of the prompts `ids` [B, S] that are words of the question: `TokenLayout.asked`."""
-    ends, marks = markup_ids(model)
+    ends, marks = markup_token_ids(model)
     # What stands between the frames of a video is no word of a question.
     modality = torch.zeros_like(modality).scatter_reduce(1, segment, modality, "amax").gather(1, segment)
     found = torch.zeros_like(modality, dtype=torch.bool)

@@ -35,7 +35,7 @@ from mmaccel.models.prompt_layout import (
     Inputs,
     is_nonempty,
     last_message_span,
-    markup_ids,
+    markup_token_ids,
     max_positions,
     question_token_mask,
     remove_padding,
@@ -66,7 +66,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
     ) -> None:
         super().__init__(model, family, attachment)
         self._keeper = keeper
-        at_work: Any = self._gate.attached_recipe
+        at_work: Any = self._gate.recipe_of_attachment
         if attachment is None and at_work is not None and at_work.owner.view is keeper:
             self._attachment = at_work  # the draft is the target itself
         # A video's pixels stay where they are, and go to the device some frames at a time.
@@ -132,7 +132,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
         tail = ids[0, self._tail :]
         own = self.layout.select_tokens(slice(self._tail, None)).to(self.device)
         is_text = (own.modality[0] == TEXT).tolist()
-        words = last_message_span(tail.tolist(), is_text, *markup_ids(self.model), int(ids[0, 0]))
+        words = last_message_span(tail.tolist(), is_text, *markup_token_ids(self.model), int(ids[0, 0]))
         own = replace(own, position=torch.arange(own.length, device=own.device)[None])
         rows = concat_padded([self._rest[self._head :], self.embed_tokens(tail[self._seen :])])
         return Question(tail, words, rows, self._seen, own)
@@ -160,7 +160,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
     def _columns(self, layout: TokenLayout, ids: list[int]) -> tuple[int, int, int]:
         """Columns of the prompt: where the video begins, where its units end, and where its marks do."""
         if self._video is None:
-            ends, marks = markup_ids(self.model)
+            ends, marks = markup_token_ids(self.model)
             text = (layout.modality[0] == TEXT).tolist()
             begin = min(max(1, last_message_span(ids, text, ends, marks, ids[0])[0]), len(ids) - 1)
             return begin, begin, begin
@@ -256,7 +256,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
 
     def _checked(self, made: PositionIds, rows: Tensor, count: int, even: bool = True) -> PositionIds:
         """`made`, the positions of `count` units, once `rows` [A, n] are found to be equal to them."""
-        if not even or not torch.equal(made.unit_range(0, count).view(rows.shape), rows):
+        if not even or not torch.equal(made.position_range(0, count).view(rows.shape), rows):
             raise ModelError(
                 f"{self.family.name}: the installed transformers gives positions that do not go on evenly from frame to "
                 f"frame; set kv to 'full'."

@@ -269,7 +269,7 @@ class PrefillTokenPruning:
     @staticmethod
     def _thin(run: ForwardPass, state: PrunedKVState, part: int) -> ForwardPass:
         return replace(
-            run, layout=state.layout_of(part, run.layout), start=state.count_held_in_part(part, run.start)
+            run, layout=state.layout_of(part, run.layout), start=state.count_held_columns(part, run.start)
         )
 
 

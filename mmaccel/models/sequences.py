@@ -22,7 +22,7 @@ from mmaccel.core.adapter import Columns
 from mmaccel.core.decoding.draft import DraftStrategy
 from mmaccel.core.errors import DraftError, ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
-from mmaccel.core.report import counters_since
+from mmaccel.core.report import counter_increases_since
 from mmaccel.models.hf import ModelAttachment
 from mmaccel.models.prompt_layout import A_TOKEN, PIXELS, is_nonempty, remove_padding
 
@@ -124,7 +124,7 @@ class StreamCache(Cache):
     def counters_since_last_call(self, now: Mapping[str, float]) -> dict[str, float]:
         """Return the memory's counters `now`, but events (such as questions) counted only since the last call ended."""
         before, self._counted = self._counted, now
-        return counters_since(before, now)
+        return counter_increases_since(before, now)
 
     def begin_turn(self, attachment: ModelAttachment, inputs: Mapping[str, Any]) -> None:
         """Roll back to the prefix that the prompt `inputs` shares with the last conversation. Raises `ModelError` for a

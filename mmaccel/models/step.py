@@ -19,10 +19,10 @@ from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
 from mmaccel.models.cache_table import CacheTable, can_read_cache_table, padded_count
 from mmaccel.models.captured_tower import CapturedVisionTower
-from mmaccel.models.fingerprint import BuffersOfModule, ModuleFingerprint, can_fuse_layers
+from mmaccel.models.fingerprint import ModuleFingerprint, ModuleGraphBuffers, can_fuse_layers
 from mmaccel.models.layer_step import FusedDeltaNetStep, HiddenRows, LayerStep, StepStates, build_layer_steps
 from mmaccel.models.modules import fused_norm
-from mmaccel.models.packed import note_error
+from mmaccel.models.packed import store_error
 from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, copy_tensors, restore_states_on_error
 
 DEVICES = ("cuda",)
@@ -79,7 +79,7 @@ class CapturedStreamSteps:
         self._device = home_device(model)
         self._graphs = CudaGraphCache(self._device), CudaGraphCache(self._device)
         self.tower = CapturedVisionTower(model, family)
-        self.unit_buffers = BuffersOfModule(family.text_model(model))
+        self.unit_buffers = ModuleGraphBuffers(family.text_model(model))
         self._angles, self._starts = dict[int, Any](), dict[tuple[int, int], tuple[Tensor, int]]()
         self._caches = CacheTable()
 
@@ -87,7 +87,7 @@ class CapturedStreamSteps:
         """Free the captured CUDA graphs."""
         self._graphs = CudaGraphCache(self._device), CudaGraphCache(self._device)
         self.tower = CapturedVisionTower(self.model, self._family)
-        self.unit_buffers = BuffersOfModule(self._family.text_model(self.model))
+        self.unit_buffers = ModuleGraphBuffers(self._family.text_model(self.model))
 
     @property
     def _replays(self) -> CudaGraphCache:
@@ -171,7 +171,7 @@ class CapturedStreamSteps:
         counts = [count for _, count, _ in passes]
         errors, slots = dict[int, Exception](), dict[int, list[CacheSlot] | None]()
         for seat, (run, count, _) in enumerate(passes):
-            with note_error(errors, seat):
+            with store_error(errors, seat):
                 run.state.begin_pass(StreamPass(kind="answer", rows=count))  # type: ignore[union-attr]
                 slots[seat] = run.state.new_kv_slots()  # type: ignore[union-attr]
         self._replays.drop_if_moved(self._watched)
@@ -187,7 +187,7 @@ class CapturedStreamSteps:
             errors |= {rest[n]: error for n, error in failed.items()}
             rows |= zip(rest, made.split([counts[seat] for seat in rest]), strict=True)
         for seat in {*rows} - {*errors}:
-            with note_error(errors, seat):
+            with store_error(errors, seat):
                 passes[seat][0].state.end_pass()  # type: ignore[union-attr]
         return torch.cat([*rows.values()]), errors
 
@@ -210,7 +210,7 @@ class CapturedStreamSteps:
                 rows = slice(end, end := end + count)
                 if seat in errors:
                     continue
-                with note_error(errors, seat):
+                with store_error(errors, seat):
                     state = run.state
                     assert isinstance(state, StreamState)
                     if hidden:

@@ -19,7 +19,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from mmaccel.core.errors import ModelError, nearest_name
+from mmaccel.core.errors import ModelError, nearest_name_hint
 from mmaccel.core.streams.parts import TokenChoice
 from mmaccel.models.sequences import STATEFUL, SamplingDistribution
 
@@ -49,7 +49,7 @@ def build_token_choice(
     for name in settings:
         if name not in SETTINGS:
             raise ModelError(
-                f"{name}: it is no setting of an answer; {nearest_name(name, SETTINGS)}leave it out."
+                f"{name}: it is no setting of an answer; {nearest_name_hint(name, SETTINGS)}leave it out."
             )
     given = {name: value for name, value in settings.items() if value is not None}
     idle = [name for name in (*SAMPLING, "seed") if name in given and not given.get("do_sample")]

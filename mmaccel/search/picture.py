@@ -175,7 +175,7 @@ def demo_prompt_layout() -> TokenLayout:
     return TokenLayout.build(modality[None], frame=frame[None])
 
 
-def demo_field_differences(name: str) -> str:
+def describe_changed_fields(name: str) -> str:
     """Return the fields in which pattern `name`, as drawn, differs from its defaults (in brackets): "block 16 (64), ..."."""
     defaults = {one.name: one.default for one in fields(registry("sparse")[name]) if one.init}
     told = {"block": BLOCK, **FIELDS.get(name, {})}
@@ -190,7 +190,7 @@ def _short(value: Any) -> str:
     return str(value["name"]) if isinstance(value, Mapping) and "name" in value else quoted(value)
 
 
-def demo_pattern_plan(name: str) -> AttentionPlan:
+def example_pattern_plan(name: str) -> AttentionPlan:
     """Return the plan of pattern `name` for the small prompt, one head. Raises `RecipeError` if its attention is dense."""
     pattern = policy("sparse", {**FIELDS.get(name, {}), "name": name, "block": BLOCK})
     layout, rng = demo_prompt_layout(), torch.Generator().manual_seed(0)
@@ -227,7 +227,7 @@ def draw_pattern_plan(name: str) -> Figure:
     """Draw the plan of pattern `name` over a small prompt: left in the tokens' order, right in the plan's order. Each part
     has a colour: full for computed pairs, pale (right) for other pairs of listed blocks. Lines divide segments on the left,
     spans and parts on the right. Raises `RecipeError` for a dense pattern."""
-    plan = demo_pattern_plan(name)
+    plan = example_pattern_plan(name)
     drawn = create_figure(9.6, 5.2)
     left, right = drawn.subplots(1, 2)
     from matplotlib.colors import to_rgb

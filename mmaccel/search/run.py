@@ -22,7 +22,7 @@ from mmaccel.backends import select
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName
 from mmaccel.core.layout import MODALITIES
-from mmaccel.core.registry import FieldLimit, at_least, check_limits, limited
+from mmaccel.core.registry import FieldLimit, at_least, check_field_values, limited
 from mmaccel.core.report import peak_bytes
 from mmaccel.core.rows import JsonlFile, measurement_conditions, write_atomically
 from mmaccel.policies.sparse.per_head import KIND, SCHEMA, patterns_by_layer_and_head
@@ -87,7 +87,7 @@ class SearchSettings:
                 raise UnknownName("boundary type", name, KINDS)
         if not self.boundaries:
             raise RecipeError(f"boundaries: none is named; give some of {', '.join(KINDS)}.")
-        check_limits("search", self)
+        check_field_values("search", self)
 
 
 def search(

@@ -62,7 +62,7 @@ class StreamPromise:
         return max(0, grown) / (last.frames - first.frames) if last.frames > first.frames else 0.0
 
 
-class Admission:
+class AdmissionController:
     """Decides whether a new stream may open: predicts the compute time and memory of streams from what frames under the same
     recipe took before. A recipe without measurements counts as free, as nothing is known against it."""
 

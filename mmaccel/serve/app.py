@@ -20,10 +20,10 @@ from starlette.exceptions import HTTPException
 
 from mmaccel.core.decoding.generate import CallEnded
 from mmaccel.core.errors import MmaccelError
-from mmaccel.core.streams.live import tune_process
+from mmaccel.core.streams.live import tune_python_for_streams
 from mmaccel.serve import chat, socket, streams
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import RequestCheckMiddleware, error_response, validation_error
+from mmaccel.serve.guard import RequestCheckMiddleware, error_response, first_schema_error
 from mmaccel.serve.settings import Refused, Settings
 
 log = logging.getLogger("mmaccel.serve")
@@ -86,7 +86,7 @@ def _tell_errors(app: FastAPI, seconds: float) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def unfit(_: Request, error: RequestValidationError) -> JSONResponse:
-        text, field = validation_error(error)
+        text, field = first_schema_error(error)
         return error_response(400, text, param=field)
 
     @app.exception_handler(HTTPException)
@@ -115,7 +115,7 @@ def run_server(engine: Engine) -> None:
     settings = engine.settings
     logging.captureWarnings(True)
     warnings.simplefilter("default")
-    with tune_process():
+    with tune_python_for_streams():
         uvicorn.run(
             create_app(engine),
             host=settings.host,

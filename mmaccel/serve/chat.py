@@ -13,11 +13,11 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from mmaccel.serve.engine import Completion, Engine
-from mmaccel.serve.guard import ConnectedClient, error_message, get_caller
+from mmaccel.serve.guard import ConnectedClient, error_message, get_caller_identity
 from mmaccel.serve.messages import ChatRequest
 
 router = APIRouter(tags=["OpenAI"])
-Asks = Annotated[str, Depends(get_caller)]
+Asks = Annotated[str, Depends(get_caller_identity)]
 
 
 def get_engine(request: Request) -> Engine:

@@ -79,7 +79,7 @@ class ConnectedClient:
             task.cancel()
 
 
-def get_caller(request: Request) -> str:
+def get_caller_identity(request: Request) -> str:
     """FastAPI dependency: the identity of the caller, which `RequestCheckMiddleware` derived from the API key."""
     return str(request.state.caller)
 
@@ -174,7 +174,7 @@ class RequestCheckMiddleware:
         return capped
 
 
-def validation_error(error: Any) -> tuple[str, str]:
+def first_schema_error(error: Any) -> tuple[str, str]:
     """Return the first schema error of a request as (one sentence, field name)."""
     first = error.errors()[0]
     if first["type"] in ("json_invalid", "model_attributes_type") and first["loc"][:1] == ("body",):
@@ -192,7 +192,7 @@ def validation_error(error: Any) -> tuple[str, str]:
 def error_message(error: BaseException) -> str:
     """Return the error message to send to a client; internal errors are only logged."""
     if isinstance(error, ValidationError):
-        return validation_error(error)[0]
+        return first_schema_error(error)[0]
     if isinstance(error, MmaccelError):
         return str(error)
     if isinstance(error, CallEnded):

@@ -26,7 +26,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import stream_policy
 from mmaccel.core.streams.live import AsyncReply, AsyncVideoSession, await_or_cancel, run_in_thread
 from mmaccel.serve import sources
-from mmaccel.serve.admission import Admission, StreamPromise
+from mmaccel.serve.admission import AdmissionController, StreamPromise
 from mmaccel.serve.chat import Asks
 from mmaccel.serve.engine import Engine
 from mmaccel.serve.guard import ConnectedClient, error_message, hide_server_path
@@ -73,7 +73,7 @@ class Streams:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.limits = engine, engine.settings.limits
         self._open: dict[str, Stream] = {}
-        self.admission = Admission(
+        self.admission = AdmissionController(
             engine.recipes, self.limits, engine.free_device_bytes(), engine.kept.device_bytes
         )
         self._opening: dict[str, int] = {}

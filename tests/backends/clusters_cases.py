@@ -117,10 +117,10 @@ def test_entries_up_to_a_budget(
     keys = few((entries + 9, LAYERS, WIDTH), 6)
     held = keys if INTERPRETED else keys.pin_memory()
     query, units = few((WIDTH,), 7), torch.tensor([entries])
-    for late in (None, plain.NewestEntries(units, 2, 6)):
+    for late in (None, plain.NewestEntryRange(units, 2, 6)):
         own = plain.EntryKeys(keys, 2, lambda at: keys[at, 2], query, cosine)
         wanted = plain.select_entries.plain(before, lists, budget, ahead, own, late)
-        told = None if late is None else plain.NewestEntries(there(units), 2, 6)
+        told = None if late is None else plain.NewestEntryRange(there(units), 2, 6)
         device = plain.EntryKeys(held, 2, lambda at: keys[at, 2], there(query), cosine)
         found = stream.select_entries(there(before), on_device(lists), budget, ahead, device, told)
         assert torch.equal(found[0].cpu(), wanted[0])

@@ -282,7 +282,7 @@ def clustered() -> None:
     stream.mark_clusters_beyond_budget(score, size[0], 256, 2)
     stream.mask_and_count_better(score, size, size, score > 0)
     lists = clusters.ClusterMembership(long, long, long, size, size, 32)
-    stream.select_entries(size, lists, 64, 80, own, clusters.NewestEntries(one, 1, 8))
+    stream.select_entries(size, lists, 64, 80, own, clusters.NewestEntryRange(one, 1, 8))
     out = blank(2, 4, 512, 128)
     stream.write_best_clusters(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
     stream.mean_query(blank(28, 16, 128), one, 4)

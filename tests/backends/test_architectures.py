@@ -332,8 +332,8 @@ def test_dense_wins_a_tie() -> None:
 
 
 def test_a_line_through_noise_stays_a_cost() -> None:
-    assert measure.LinearCost.through_points((10, 3.0), (20, 2.0)) == measure.LinearCost(0.0, 0.1)
-    assert measure.LinearCost.through_points((10, 1.0), (20, 4.0)).fixed == 0.0
+    assert measure.LinearCost.fit_two_points((10, 3.0), (20, 2.0)) == measure.LinearCost(0.0, 0.1)
+    assert measure.LinearCost.fit_two_points((10, 1.0), (20, 4.0)).fixed == 0.0
 
 
 def test_nothing_is_measured_on_the_cpu_or_for_a_name(tmp_path: Path) -> None:

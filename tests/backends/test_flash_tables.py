@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmaccel.backends import flash
 from mmaccel.backends.flash import attend
-from mmaccel.backends.flash.tiles import TileSizes, compact_mask_rows, join_tiles, repeat_block_kinds
+from mmaccel.backends.flash.tiles import TileSizes, compact_mask_rows, join_tiles, subdivide_mask_blocks
 from mmaccel.backends.ops import dense_attend
 from mmaccel.backends.ops import operator as operators
 from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part
@@ -64,7 +64,7 @@ def test_tiles_of_blocks(seed: int, queries: int, keys: int) -> None:
         listed.flatten(0, 2), zip(count.flatten(), index.flatten(0, 2), strict=True), strict=True
     ):
         assert i[: int(c)].tolist() == row.nonzero().flatten().tolist()
-    parts = repeat_block_kinds(kinds, queries, keys)
+    parts = subdivide_mask_blocks(kinds, queries, keys)
     assert torch.equal(parts, kinds.repeat_interleave(queries, 2).repeat_interleave(keys, 3))
 
 
@@ -83,9 +83,9 @@ def test_turns_are_of_whole_groups_or_of_a_part_of_one(
 ) -> None:
     monkeypatch.setattr(attend, "ROOM", room * 5 * 7)
     lists = BlockLists(torch.zeros(1, heads, 5, 5, dtype=torch.long), None, torch.zeros(1, 1, 7))
-    assert [range(s.start, s.stop) for s in attend.chunk_heads([lists], heads, group)] == want
+    assert [range(s.start, s.stop) for s in attend.iter_head_slices([lists], heads, group)] == want
     shared = BlockLists(lists.row[:, :1], None, lists.kind)
-    assert list(attend.chunk_heads([shared], heads, group)) == [slice(0, heads)]
+    assert list(attend.iter_head_slices([shared], heads, group)) == [slice(0, heads)]
 
 
 def test_tiles() -> None:

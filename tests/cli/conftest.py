@@ -43,7 +43,7 @@ def built_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watch does not begin with a full collection of all that the tests hold; `test_watch` tries it as it is."""
-    monkeypatch.setattr("mmaccel.cli.watch.tune_process", nullcontext)
+    monkeypatch.setattr("mmaccel.cli.watch.tune_python_for_streams", nullcontext)
 
 
 @pytest.fixture

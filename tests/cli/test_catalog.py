@@ -38,7 +38,7 @@ def test_the_page_is_what_recipes_say(call: Call) -> None:
 
 def test_a_refused_pruner_of_a_draft_names_both_and_what_runs() -> None:
     for draft, prune in itertools.product(registry("draft"), registry("prune")):
-        told = pairs.why_options_refused(partial(pairs.build_default_policy, "draft", draft, prune=prune))
+        told = pairs.recipe_error_or_yes(partial(pairs.build_default_policy, "draft", draft, prune=prune))
         if told == pairs.YES:
             assert draft in ("sequential", "tree", "parallel")
             assert prune in ("attention", "random", "uniform", "uv")
@@ -47,7 +47,7 @@ def test_a_refused_pruner_of_a_draft_names_both_and_what_runs() -> None:
         rest = told.partition(";")[2]
         first = next(one for one in re.findall(r"'(\w+)'", rest) if one != prune)
         mended = (first, prune) if "take draft" in rest else (draft, first)
-        own = mended[1] if mended[1] not in pairs.names_by_field()["prune"] else "uv"
+        own = mended[1] if mended[1] not in pairs.policy_names_by_field()["prune"] else "uv"
         assert pairs.why_pruner_refused(mended[0], own) == pairs.YES, told
     for field, part in (("prune", "uv"), ("kv", "rekv"), ("prune", UVPrune())):
         with pytest.raises(

@@ -17,7 +17,7 @@ from PIL import Image
 from mmaccel import media
 from mmaccel.cli.questions import stream_status_lines, summarize_stream_memory
 from mmaccel.core.report import Meter
-from mmaccel.core.report_page import COLUMNS, describe_draft, describe_memory, memory_lines, render_page
+from mmaccel.core.report_page import COLUMNS, describe_draft, describe_kv_memory, memory_lines, render_page
 from mmaccel.media.thumbnail import SIDE, encode_jpeg
 from tests.cli import Call
 from tests.models.streams import QUESTION, film, open_session
@@ -190,8 +190,8 @@ def test_a_map_has_a_cell_for_each_head() -> None:
 def test_more_places_than_tokens_are_told_as_copies() -> None:
     """A memory of streams that answered holds what the question sees a second time."""
     twice = "30 tokens allocated for 21, with copies of retrieved frames"
-    assert describe_memory({"held": 20.0, "seen": 21.0}) == "20 of 21 tokens held"
-    assert describe_memory({"held": 30.0, "seen": 21.0}) == twice
+    assert describe_kv_memory({"held": 20.0, "seen": 21.0}) == "20 of 21 tokens held"
+    assert describe_kv_memory({"held": 30.0, "seen": 21.0}) == twice
     told = describe_draft({"rounds": 16, "proposed": 80, "accepted": 38, "failed": None, "notes": []})
     assert told == "38 of 80 accepted in 16 rounds, 2.38 a round"
     fits = {"units": 60.0, "window": 60.0, "resident": 60.0, "let_go": 0.0, "clusters": 0.0, "bytes": 2.0**21}

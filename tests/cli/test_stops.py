@@ -118,7 +118,7 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(
     monkeypatch.setattr(console, "EVERY_S", 0.05)
     with console.progress_bars() as progress:
         time.sleep(0.12)
-        tell = console.add_bar(progress, "decode", "frames", 40)
+        tell = console.show_bar(progress, "decode", "frames", 40)
         console.progress_callback(progress, "layers")("encode", 6, 6)
         tell(7, None)
         time.sleep(0.12)

@@ -25,7 +25,7 @@ from mmaccel.cli.choices import name_options_in_errors, read_video
 from mmaccel.cli.console import progress_bars
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.core.streams import sources
-from mmaccel.core.streams.live import tune_process
+from mmaccel.core.streams.live import tune_python_for_streams
 from mmaccel.media import reader
 from mmaccel.media.preprocess import PixelSettings, resized_size
 from mmaccel_lab.world import World, write_mp4
@@ -112,7 +112,7 @@ def test_warnings_name_no_argument_the_command_lacks(tmp_path: Path) -> None:
 @pytest.fixture
 def freezing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A watch freezes what there is, and thaws it."""
-    monkeypatch.setattr("mmaccel.cli.watch.tune_process", tune_process)
+    monkeypatch.setattr("mmaccel.cli.watch.tune_python_for_streams", tune_python_for_streams)
     yield
     gc.freeze()
 

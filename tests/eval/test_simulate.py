@@ -202,7 +202,7 @@ def low(family):
 
 def test_equal_texts_need_no_proof(low):
     model, inputs, ids = low
-    assert answer.check_rounding(model, inputs, ids, ids, 4) == answer.RoundingCheck(None)
+    assert answer.compare_generations(model, inputs, ids, ids, 4) == answer.GenerationComparison(None)
 
 
 def test_a_wrong_token_is_not_certified(low):
@@ -211,7 +211,7 @@ def test_a_wrong_token_is_not_certified(low):
     logits = answer._logits(model, inputs, ids[:9], [1])
     wrong = ids.clone()
     wrong[9] = logits.argmin()
-    told = answer.check_rounding(model, inputs, wrong, ids, 4)
+    told = answer.compare_generations(model, inputs, wrong, ids, 4)
     assert told.first == 9 and told.gap > told.slack and not told.is_explained
 
 
@@ -219,7 +219,7 @@ def test_a_text_that_ends_early_is_not_certified(low):
     """Both say the same tokens, so that the same token ended one of them and not the other."""
     model, inputs, ids = low
     for ours, plain in ((ids[:9], ids), (ids, ids[:9])):
-        told = answer.check_rounding(model, inputs, ours, plain, 4)
+        told = answer.compare_generations(model, inputs, ours, plain, 4)
         assert told.first == 9 and not told.is_explained
 
 
@@ -232,7 +232,7 @@ def test_a_near_tie_is_certified(low):
     head[other] = head[ids[9]]
     ours = ids.clone()
     ours[9] = other
-    told = answer.check_rounding(tied, inputs, ours, ids, 4)
+    told = answer.compare_generations(tied, inputs, ours, ids, 4)
     assert told.first == 9 and told.gap < 1e-5 and told.is_explained
 
 
@@ -248,9 +248,9 @@ def test_the_slack_is_what_a_wide_pass_changes(low, monkeypatch):
         out[7] += 0.25 * (len(sizes) == 1)
         return out
 
-    before = answer.check_rounding(model, inputs, other, ids, 8)
+    before = answer.compare_generations(model, inputs, other, ids, 8)
     monkeypatch.setattr(answer, "_logits", rounding)
-    after = answer.check_rounding(model, inputs, other, ids, 8)
+    after = answer.compare_generations(model, inputs, other, ids, 8)
     assert asked == [[1] * 8, [8], [1] * 8]
     assert after.gap == before.gap and 0.2 < after.slack <= before.slack + 0.25
 
@@ -261,7 +261,7 @@ def test_fp32_leaves_no_room(family):
     ids = answer.generate(model, inputs, max_new_tokens=12)[0][0]
     other = ids.clone()
     other[10] = (ids[10] + 1) % 150
-    told = answer.check_rounding(model, inputs, other, ids, 8, exact=model)
+    told = answer.compare_generations(model, inputs, other, ids, 8, exact=model)
     assert told.slack < 1e-5 and not told.is_explained
 
 

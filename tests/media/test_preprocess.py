@@ -14,7 +14,7 @@ from torch import Tensor
 from mmaccel.core.errors import VideoError
 from mmaccel.media.preprocess import (
     PixelSettings,
-    best_resolution,
+    best_tiling_resolution,
     load_frames,
     load_image,
     normalise,
@@ -174,7 +174,7 @@ def test_parts_of_the_recipe_can_be_left_out() -> None:
 def test_anyres_tokens_are_those_of_the_unpadded_features(height: int, width: int, most: int) -> None:
     """The count against the unpadding done on a real grid of features."""
     side = 4
-    down, across = (edge // 56 for edge in best_resolution(TILES, height, width))
+    down, across = (edge // 56 for edge in best_tiling_resolution(TILES, height, width))
     found = tiled_token_grid((down, across), side, (height, width), most)
     rows, columns = side * down, side * across
     grid = torch.zeros(rows, columns)

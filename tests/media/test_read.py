@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mmaccel import media
 from mmaccel.core.errors import VideoError
 from mmaccel.media.container import Source
-from mmaccel.media.sampling import evenly_spaced_frames, half_tick, pick_nearest, sampling_times
+from mmaccel.media.sampling import evenly_spaced_frames, half_period, pick_nearest, sampling_times
 from tests import python
 from tests.media.films import Film, numbers, set_matrix, write_film
 from tests.spies import refusal
@@ -209,14 +209,14 @@ def test_even_frames_are_taken_as_the_nearest(
     times = [round(n / rate, 3) if rounded else n / rate for n in range(count)]
     stream, fps = list(zip(times, range(count), strict=True)), rate * share
     ticks = list(sampling_times(start / fps, fps, times[-1]))
-    assert list(pick_nearest(stream, ticks, early=half_tick(fps))) == list(pick_nearest(stream, ticks))
+    assert list(pick_nearest(stream, ticks, early=half_period(fps))) == list(pick_nearest(stream, ticks))
 
 
 def test_a_still_moment_shows_the_frame_that_stands() -> None:
 
     def shown(stream: list[tuple[float, str]], fps: float, end: float) -> str:
         ticks = sampling_times(0.0, fps, end)
-        return "".join(item for _, item in pick_nearest(stream, ticks, early=half_tick(fps)))
+        return "".join(item for _, item in pick_nearest(stream, ticks, early=half_period(fps)))
 
     found = shown([(0.0, "a"), (0.4, "b"), (10.0, "c"), (11.0, "d")], 2.0, 11.1)
     assert found == "a" + "b" * 19 + "ccd", "c comes at 10 s, tick 20"

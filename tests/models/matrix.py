@@ -60,7 +60,7 @@ KV["no_cache"] = {"name": "no_cache", "frames": 24, "kept": 64}
 MODELS = ("sequential", "parallel", "tree")
 """Drafts with a pruner of their own."""
 DRAFT = {name: functools.partial(one, in_batches="always") for name, one in DRAFTS.items()}
-CHOICES = catalog.names_by_field()
+CHOICES = catalog.policy_names_by_field()
 PRUNE: dict[str, Any] = {
     **{name: None if name == "none" else name for name in CHOICES["prune"]},
     "fastv": {"name": "fastv", "retention": 0.3},

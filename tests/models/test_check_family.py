@@ -136,7 +136,7 @@ FAULTS: dict[str, tuple[Any, str, Any, str, str]] = {
 }
 GEMMA: dict[str, tuple[Any, str, Any, str, str]] = {
     "images": (BidirectionalImages, "find_new_images", lambda *a: None, "_dense", "dense, a video"),
-    "later": (BidirectionalImages, "next_chunk_cut", lambda self, end: end, "_dense", "in chunks"),
+    "later": (BidirectionalImages, "next_chunk_boundary", lambda self, end: end, "_dense", "in chunks"),
     "windows": (
         *(gemma.Gemma3, "sliding_layers", lambda *a: dict.fromkeys(NARROW(*a), 1 << 16)),
         *("_dense", "dense, text|dense, a video"),

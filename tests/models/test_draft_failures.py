@@ -21,9 +21,9 @@ from mmaccel.core.streams.draft_stream import LocalDraftStream
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, parallel
 from mmaccel.policies.draft.parallel import ParallelDraftState
 from mmaccel.policies.draft.prompt_lookup import _Finder
-from mmaccel.policies.draft.sparse_to_dense import _Memory, view_columns, visible_columns_mask
+from mmaccel.policies.draft.sparse_to_dense import _Memory, view_key_columns, visible_columns_mask
 from mmaccel.policies.kv.full import FullState
-from mmaccel.policies.kv.window import WindowState
+from mmaccel.policies.kv.window import WindowKVState
 from mmaccel_lab.eval.caption import caption_cases
 from mmaccel_lab.eval.cases import Film
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
@@ -153,12 +153,12 @@ def test_each_layer_chooses_among_what_it_holds(name: str, prune: Any, kv: Any) 
 
 def test_of_a_window_the_draft_takes_what_is_in_reach() -> None:
     """The sinks and the last columns; behind the prompt those of the answer that the window has left."""
-    dense, memory = WindowState(1, 2, 10, 4), _Memory(1)
+    dense, memory = WindowKVState(1, 2, 10, 4), _Memory(1)
     whole = torch.randn(2, 1, 2, 60, 4)
     dense.append(0, *whole[..., :30, :])
     dense.append(0, *whole[..., 30:31, :])
     view = dense.view(0, whole[0, ..., :1, :])
-    columns = view_columns(view)
+    columns = view_key_columns(view)
     assert columns.tolist() == [0, 1, *range(16, 31)]
     seen = visible_columns_mask(view, columns, 30)
     assert columns[seen].tolist() == [0, 1, *range(21, 31)]
@@ -173,7 +173,7 @@ def test_of_a_window_the_draft_takes_what_is_in_reach() -> None:
         dense.append(0, *whole[..., dense.length() : end, :])
         dense.append(0, *whole[..., :0, :])
         memory.follow(dense, end)
-        left = [n for n in view_columns(dense.view(0, whole[0, ..., :1, :])).tolist() if n >= 30]
+        left = [n for n in view_key_columns(dense.view(0, whole[0, ..., :1, :])).tolist() if n >= 30]
         now = memory.view(0, whole[0, ..., :1, :])
         assert memory.length() == end
         for head, last in enumerate((22, 23)):

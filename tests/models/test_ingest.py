@@ -169,7 +169,7 @@ def test_a_film_longer_than_the_positions_keeps_its_positions_within_them(name: 
     """Two ways to the same view: a base is taken from positions, or the film is seen `ingest_frames` at a time."""
     from mmaccel.core.layout import PositionIds
 
-    taken: list[int] = returned(monkeypatch, PositionIds, "of_units_by_time", lambda out, *_: int(out.max()))
+    taken: list[int] = returned(monkeypatch, PositionIds, "positions_by_time", lambda out, *_: int(out.max()))
     model, _ = pair(name)
     config = model.config.text_config
     monkeypatch.setattr(config, "max_position_embeddings", 150 if name == "random-ov" else 24)

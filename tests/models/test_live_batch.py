@@ -184,7 +184,7 @@ def test_an_interrupt_where_a_pass_begins_to_wait(monkeypatch: pytest.MonkeyPatc
     turns = one._stream_adapter.turns
     monkeypatch.setattr(turns, "waiting_passes", Interrupted("append", 1))
     with pytest.raises(KeyboardInterrupt):
-        joint.run_waiting_units(joint.WaitingUnits(one._live, film(2), [2.0, 2.5]), Deadline())
+        joint.run_queued_units(joint.QueuedUnits(one._live, film(2), [2.0, 2.5]), Deadline())
     assert not turns.waiting_passes and turns._holder is None
 
 
@@ -273,13 +273,13 @@ def test_what_is_not_replayed_is_a_batch(why: str, monkeypatch: pytest.MonkeyPat
             one._live.state.pass_replays.works = True  # type: ignore[union-attr]
         for _ in range(3):
             sessions[2].watch(film(2), fps=FPS)
-        alone = joint.WaitingUnits(sessions[2]._live, film(2), [99.0, 99.5]).batch_key is None
+        alone = joint.QueuedUnits(sessions[2]._live, film(2), [99.0, 99.5]).batch_key is None
         assert alone is (why in ("", "unfit"))  # as the last pass was; of that a capture failed in its middle
         tell: Any = lambda _, runs, *more, **how: order.append(len(runs))  # noqa: E731
         heard(monkeypatch, HFStreamAdapter, "run_batched_passes", tell)
         heard(monkeypatch, SharedArchive, "end_pass", lambda state: order.append(state))
         with turns.hold():
-            joint._run(waits := [joint.WaitingUnits(x._live, film(2), [99.0, 99.5], 0.0) for x in sessions])
+            joint._run(waits := [joint.QueuedUnits(x._live, film(2), [99.0, 99.5], 0.0) for x in sessions])
     assert order == [SESSIONS if why else 1, *(one._live.state for one in sessions)]  # type: ignore[union-attr]
     assert not any(one.error for one in waits)
     if not why:  # a forward that is replaced is called, too

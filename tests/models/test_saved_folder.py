@@ -218,8 +218,8 @@ def test_what_can_be_no_folder_is_told_before_anything_is_watched(tmp_path: Path
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ModelError, match=r"cannot be written \(.*\); give another path\.$"):
-        session_io.check_writable(tmp_path / name)
-    session_io.check_writable(tmp_path / "new" / "stream")
+        session_io.check_session_path(tmp_path / name)
+    session_io.check_session_path(tmp_path / "new" / "stream")
     assert not (tmp_path / "new").exists()
 
 

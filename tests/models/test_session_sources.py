@@ -299,7 +299,7 @@ def test_a_pause_longer_than_the_model_reaches(kv: str, monkeypatch: pytest.Monk
         answer = session.ask(QUESTION, 3)
         positions = session._live.stream.positions  # type: ignore[union-attr]
         assert len(answer.ids) == 3 and torch.isfinite(logits(session)).all()
-        assert int(positions.of_units_by_time(0, 13).max()) < 400
+        assert int(positions.positions_by_time(0, 13).max()) < 400
 
 
 def test_a_family_without_seconds_goes_by_numbers() -> None:

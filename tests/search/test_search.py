@@ -349,7 +349,7 @@ BOUNDARIES = ("q_boundary", "k_boundary", "boundary_2d")
 
 @pytest.mark.parametrize("name", [*DRAWN, *BOUNDARIES])
 def test_both_panels_hold_the_pairs_of_a_plan(name: str) -> None:
-    plan = picture.demo_pattern_plan(name)
+    plan = picture.example_pattern_plan(name)
     mask = plan.to_mask()[0, 0]
     assert torch.equal(picture.part_number_matrix(plan) > 0, mask) and 0.02 < mask.float().mean() < 0.3
     spans = [span for part in picture.pair_masks_by_span(plan) for span in part]
@@ -363,7 +363,7 @@ def test_both_panels_hold_the_pairs_of_a_plan(name: str) -> None:
 
 def test_parts_of_a_boundary_are_rows_of_one_modality() -> None:
     modality = picture.demo_prompt_layout().modality[0]
-    found = picture.part_number_matrix(picture.demo_pattern_plan("q_boundary"))
+    found = picture.part_number_matrix(picture.example_pattern_plan("q_boundary"))
     for number in range(1, int(found.max()) + 1):
         assert len(modality[(found == number).any(1)].unique()) == 1
 

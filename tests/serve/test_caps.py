@@ -17,7 +17,7 @@ import torch
 
 from mmaccel.core.recipe import Recipe
 from mmaccel.serve import sources
-from mmaccel.serve.admission import Admission, StreamUsageCounts
+from mmaccel.serve.admission import AdmissionController, StreamUsageCounts
 from mmaccel.serve.engine import DEVICE_SHARE, Engine
 from mmaccel.serve.kept import Thumbnails
 from mmaccel.serve.settings import Limits, Refused, Settings
@@ -148,9 +148,9 @@ RECIPES = {
 }
 
 
-def measured(**limits: Any) -> Admission:
+def measured(**limits: Any) -> AdmissionController:
     """Frames of 0.1 s and 1000 bytes: calls of half a unit run nothing."""
-    made = Admission(RECIPES, replace(Limits(), **limits))
+    made = AdmissionController(RECIPES, replace(Limits(), **limits))
     for name in RECIPES:
         one = made.admit_stream(name, 1.0, 900.0)
         made.record_call(one, 2.0, (0, 0), (10, 10_000))
@@ -161,7 +161,7 @@ def measured(**limits: Any) -> Admission:
 
 
 def refused(
-    admission: Admission, told: str, name: str = "all", fps: float = 1.0, seconds: float = 900.0
+    admission: AdmissionController, told: str, name: str = "all", fps: float = 1.0, seconds: float = 900.0
 ) -> str:
     """The code with which a stream is refused, since others need what it would take."""
     with pytest.raises(Refused, match=told) as caught:
@@ -195,7 +195,7 @@ def test_bytes_are_predicted_to_what_the_recipe_keeps() -> None:
 
 
 def test_a_memory_that_grows_no_more_takes_no_more() -> None:
-    admission = Admission(RECIPES, Limits())
+    admission = AdmissionController(RECIPES, Limits())
     one = admission.admit_stream("all", 1.0, 900.0)
     admission.record_call(one, 1.0, (50, 7_000), (60, 7_000))
     assert admission.predicted_bytes(one) == 7_000
@@ -203,7 +203,7 @@ def test_a_memory_that_grows_no_more_takes_no_more() -> None:
 
 def test_a_slab_is_not_what_a_frame_takes() -> None:
     """Bytes come a slab at a time: nothing is told before they grow, and then by all frames since the first look."""
-    admission, slab = Admission(RECIPES, Limits()), 256 << 20
+    admission, slab = AdmissionController(RECIPES, Limits()), 256 << 20
     one = admission.admit_stream("all", 1.0, 900.0)
     admission.record_call(one, 1.0, (0, 0), (1, slab))
     assert admission.predicted_bytes(one) == slab
@@ -244,7 +244,7 @@ def test_a_server_refuses_the_stream_that_is_too_much() -> None:
 def test_bytes_of_the_device_are_promised_until_they_are_all_taken() -> None:
     """What a question takes comes once, and is no growth by frames; a cap of the host's is none of the device's."""
     kv = {"name": "rekv", "store": {"process_bytes": 1000, "spill": "drop_oldest"}}
-    admission = Admission({"capped": Recipe.load(None, kv=kv)}, Limits(), device_bytes=3_500)
+    admission = AdmissionController({"capped": Recipe.load(None, kv=kv)}, Limits(), device_bytes=3_500)
     one = admission.admit_stream("capped", 1.0, 100.0)
     admission.record_call(one, 0.0, StreamUsageCounts(0, 0), StreamUsageCounts(10, 9_000, 400))
     admission.record_call(one, 0.0, StreamUsageCounts(10, 9_000, 400), StreamUsageCounts(12, 9_900, 1_000, 1))
@@ -261,7 +261,7 @@ def test_bytes_of_the_device_are_promised_until_they_are_all_taken() -> None:
 
 @pytest.mark.parametrize("device", [False, True])
 def test_frames_count_where_questions_lie_between_them(device: bool) -> None:
-    admission = Admission(RECIPES, Limits(memory_bytes=1_500_000), device_bytes=500_000)
+    admission = AdmissionController(RECIPES, Limits(memory_bytes=1_500_000), device_bytes=500_000)
     one, now = admission.admit_stream("all", 1.0, 900.0), StreamUsageCounts(0, 0)
     for n in range(1, 31):
         before, now = now, StreamUsageCounts(10 * n, 10_000 * n, 5_000 * n, n - 1)
@@ -280,7 +280,7 @@ def test_bytes_of_the_device_are_of_all_devices_without_videos(monkeypatch: pyte
     free = Engine.free_device_bytes(SimpleNamespace(model=None))  # type: ignore[arg-type]
     assert free == DEVICE_SHARE * 3_000
     videos = 0
-    admission = Admission(RECIPES, Limits(), free, lambda: videos)
+    admission = AdmissionController(RECIPES, Limits(), free, lambda: videos)
     one = admission.admit_stream("all", 1.0, 10.0)
     admission.record_call(one, 0.0, StreamUsageCounts(0, 0), StreamUsageCounts(10, 1_000, 1_000))
     admission.admit_stream("all", 1.0, 10.0)

@@ -13,7 +13,6 @@ from mmaccel.cli import choices
 from mmaccel.cli.ask import answer_with_each_recipe, comparison_tables
 from mmaccel.cli.choices import Device, Dtype, Json, Model
 from mmaccel.cli.console import (
-    add_bar,
     echo,
     format_number,
     group_table_columns,
@@ -23,6 +22,7 @@ from mmaccel.cli.console import (
     progress_bars,
     progress_callback,
     remark,
+    show_bar,
 )
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.cli.arguments import kinds_of, tell_stop
@@ -59,7 +59,7 @@ def world(
     if truth is not None and truth.is_dir():
         raise WorldError(f"{truth} is a folder; give the name of a file in it.")
     with progress_bars() as progress:
-        write_mp4(made, output, progress=add_bar(progress, "world", "frames", frames))
+        write_mp4(made, output, progress=show_bar(progress, "world", "frames", frames))
     if truth is not None:
         truth.write_text(json.dumps(made.truth(), indent=2) + "\n", encoding="utf-8")
     told = f"{output}: {plural(frames, 'frame')}, {plural(len(made.cards), 'card')}, {plural(len(made.segments), 'scene')}"

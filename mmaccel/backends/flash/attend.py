@@ -29,7 +29,7 @@ from mmaccel.backends.flash.tiles import (
     merge_window_and_sinks,
     pad_to_tiles,
     position_run_mask_tensors,
-    repeat_block_kinds,
+    subdivide_mask_blocks,
 )
 from mmaccel.backends.ops.block_attend import (
     BlockAttendCall,
@@ -120,7 +120,7 @@ class FlashCallLayout(NamedTuple):
         return _block_tensors(some, self.tiles, *self.sizes, together=self.own is not None, seen=self.seen)
 
     @property
-    def fits_plan_cache(self) -> bool:
+    def can_cache_block_tensors(self) -> bool:
         """Whether the block-sparse tensors of all heads are small enough to be cached with the plan."""
         each = max(lists.row.shape[0] * lists.head_count for lists in self.block_lists)
         return each * self.sizes[0] * self.sizes[1] <= KEPT * self.tiles.queries * self.tiles.keys
@@ -135,10 +135,10 @@ def prepare_mask_tensors(
     def made() -> list[Tensor]:
         setup = FlashCallLayout.choose(part, n, block_q, block_k, rows)
         found = setup.mask_tensors((block_q, block_k))
-        if setup.fits_plan_cache:
+        if setup.can_cache_block_tensors:
             found += [
                 t
-                for heads in chunk_heads(setup.block_lists, H, group)
+                for heads in iter_head_slices(setup.block_lists, H, group)
                 for t in setup.block_sparse_tensors(heads)
             ]
         return found
@@ -180,7 +180,7 @@ def block_attend(call: BlockAttendCall) -> tuple[Tensor, Tensor]:
     count = 0 if setup.bounds is not None else len(part.spans) + (not setup.compares_key_indices)
     tests, tables = prepared[:count], prepared[count:]
     outs, sums = [], []
-    for i, heads in enumerate(chunk_heads(setup.block_lists, H, H // key.shape[1])):
+    for i, heads in enumerate(iter_head_slices(setup.block_lists, H, H // key.shape[1])):
         tensors = tables[4 * i : 4 * i + 4] if tables else setup.block_sparse_tensors(heads)
         mine = [
             expand_batch_and_heads(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start)
@@ -243,7 +243,7 @@ def gather_head_rows(x: Tensor, row: Tensor, heads: int) -> Tensor:
     return x.transpose(1, 2)[batch, row.clamp(min=0).transpose(1, 2).long(), source]
 
 
-def chunk_heads(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator[slice]:
+def iter_head_slices(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator[slice]:
     """Yield slices of heads whose block-sparse tensors are built together: all heads if they share lists, else as many as
     fit in memory: a multiple or a divisor of `group`, the number of query heads that share a key/value head."""
     step = heads
@@ -268,7 +268,7 @@ def _block_tensors(
     masked tiles, then of unmasked tiles, int32. Spans are concatenated, or `together` over the same keys. `seen`: see
     `merge_window_and_sinks`."""
     pairs: list[Sequence[Tensor]] = [
-        join_tiles(repeat_block_kinds(one.to_dense_table(), *tiles.cut), *tiles.joined) for one in lists
+        join_tiles(subdivide_mask_blocks(one.to_dense_table(), *tiles.cut), *tiles.joined) for one in lists
     ]
     rows, columns = -(-n_query // tiles.queries), -(-n_key // tiles.keys)
     if together:

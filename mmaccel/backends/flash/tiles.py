@@ -190,7 +190,7 @@ def join_tiles(kinds: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:
     return some, full.view(shape).all(-1).all(3)
 
 
-def repeat_block_kinds(kinds: Tensor, queries: int, keys: int) -> Tensor:
+def subdivide_mask_blocks(kinds: Tensor, queries: int, keys: int) -> Tensor:
     """Split each block of the table `kinds` into `queries` x `keys` blocks of the same kind."""
     if queries == keys == 1:
         return kinds

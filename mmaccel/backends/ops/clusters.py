@@ -55,7 +55,7 @@ class WordQueries(NamedTuple):
     number: Tensor
 
 
-class NewestEntries(NamedTuple):
+class NewestEntryRange(NamedTuple):
     """The newest `entries` entries of a stream, which every search retrieves. The stream has `units` units so far ([1], a
     device tensor), and each unit has `parts` entries."""
 
@@ -63,7 +63,7 @@ class NewestEntries(NamedTuple):
     parts: int
     entries: int
 
-    def entry_numbers(self) -> Tensor:
+    def newest_entry_indices(self) -> Tensor:
         """Indices of the last `entries` entries of the stream, ascending."""
         return self.units * self.parts - self.entries + torch.arange(self.entries, device=self.units.device)
 
@@ -136,7 +136,7 @@ def select_entries(
     budget: int,
     ahead: int,
     own: EntryKeys,
-    late: NewestEntries | None,
+    late: NewestEntryRange | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Select the entries that the first of R = 1 or 2 layers retrieves, and those to prefetch for the second (else None).
 
@@ -157,7 +157,7 @@ def select_entries(
     best = scores.add(apart, alpha=APART).sort(descending=True, stable=True).indices[:budget]
     chosen = entries[best].sort().values
     if late is not None:
-        chosen = torch.cat([chosen, late.entry_numbers()])
+        chosen = torch.cat([chosen, late.newest_entry_indices()])
     return chosen, found[1, :ahead] if len(found) > 1 else None
 
 

@@ -63,7 +63,7 @@ class PrunedKVState(KVState):
         """Return the index of the part (run of layers between two pruning stages) that holds `layer`."""
         return self._owner[layer]
 
-    def count_held_in_part(self, part: int, length: int) -> int:
+    def count_held_columns(self, part: int, length: int) -> int:
         """Return the number of columns that the layers of `part` hold, of the first `length` columns of the sequence."""
         kept = self.kept[part]
         if kept is None:
@@ -107,8 +107,8 @@ class PrunedKVState(KVState):
                 self.choose_visible_columns(query, view.key.index_select(2, line), column[line])
         elif self._shown is not None and layer > (self.pruner.scoring_layer or 0):
             prompt, end = (
-                self.count_held_in_part(part, self.prompt),
-                self.count_held_in_part(part, self._seen),
+                self.count_held_columns(part, self.prompt),
+                self.count_held_columns(part, self._seen),
             )
             columns = torch.cat([self._shown, torch.arange(prompt, end, device=self._shown.device)])
             held = columns
@@ -140,7 +140,7 @@ class PrunedKVState(KVState):
             self._before = torch.zeros(len(seen), device=seen.device).masked_scatter(seen, attention)
         chosen = self.pruner.recalled_columns(attention, watched, before)
         if chosen is not None:
-            rest = complement_indices(self._watched, self.count_held_in_part(0, self.prompt))
+            rest = complement_indices(self._watched, self.count_held_columns(0, self.prompt))
             self._shown = torch.cat([rest, chosen]).sort().values
         return self._shown
 
@@ -171,7 +171,7 @@ class PrunedKVState(KVState):
             raise ModelError(f"kv: the memory has {self._seen} columns; it cannot be cut to {length}.")
         gone = self._seen - length
         for k, part in enumerate(self._parts):
-            part.truncate(min(self.count_held_in_part(k, length), part.length()))
+            part.truncate(min(self.count_held_columns(k, length), part.length()))
         if length < self.prompt:
             # What is looked at was chosen by a video of which a part is gone.
             self._watched = self._shown = self._before = None

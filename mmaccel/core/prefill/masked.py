@@ -41,7 +41,7 @@ class BidirectionalImages:
         spans = tuple(one for one in self.spans if start <= one[1] and one[2] <= layout.length)
         return NewImageSpans(spans, start, layout) if spans else None
 
-    def next_chunk_cut(self, end: int) -> int:
+    def next_chunk_boundary(self, end: int) -> int:
         """Return the first column, from `end` on, before which a cut of a prompt into chunks splits no image."""
         while (
             later := max((past for _, begin, past in self.spans if begin < end < past), default=end)

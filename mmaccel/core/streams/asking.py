@@ -39,9 +39,9 @@ from mmaccel.core.streams.stream_runner import GuardedDraftStream, StreamRunner
 from mmaccel.core.streams.timed_text import (
     TOKENS,
     TimedText,
+    layer_share_per_unit,
     lines_for_question,
     trim_lines_to_tokens,
-    unit_layer_shares,
 )
 
 GONE = "between: kv {!r} holds nothing of that time any more; ask for a later one, or choose a kv that keeps all frames."
@@ -145,7 +145,7 @@ def run_question(
             reads = 0  # units would stand where they leave no room for them
     if info.timed_texts and not reads:
         meter.add_note("text: no line found room behind the question")
-    planned = plannable_rows_layout(adapter.attention.recipe, asking, rows - pending, adapter.device)
+    planned = question_rows_layout(adapter.attention.recipe, asking, rows - pending, adapter.device)
     stream_pass = replace(stream_pass, rows=rows, room=room + reads + len(rest), layout=planned)
     deadline.check()
     seen_as, evidence, shows = state, state.evidence, list(range(len(info.spans)))
@@ -193,7 +193,7 @@ def run_question(
         if timed is not None and not timed.count:
             raise ModelError(GONE.format(live.kv.name))
         if reads:
-            share = {} if between else unit_layer_shares(state, depth, stream.tokens_per_unit, shows)
+            share = {} if between else layer_share_per_unit(state, depth, stream.tokens_per_unit, shows)
             runner.run_text_lines(lines_for_question(info, share, between), reads, rest)
             runner.token_choice = token_choice(runner.ids)
         meter.prompt_tokens = runner.length()
@@ -228,7 +228,7 @@ def _shown(info: StreamInfo, evidence: Mapping[int, UnitEvidence]) -> tuple[Evid
     )
 
 
-def plannable_rows_layout(
+def question_rows_layout(
     recipe: Recipe, asking: Question, rows: int, device: torch.device
 ) -> TokenLayout | None:
     """Return the layout [1, rows] by which a sparse pattern plans the rows of a question: the tokens that end the video,

@@ -23,7 +23,7 @@ from mmaccel.core.prefill.prune import TokenPruner
 from mmaccel.core.prefill.sparse import SparsePattern
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy
-from mmaccel.core.report import counters_since
+from mmaccel.core.report import counter_increases_since
 from mmaccel.core.streams.asking import QuestionRunner, run_question
 from mmaccel.core.streams.listening import GuidedRetrievalWrapper
 from mmaccel.core.streams.parts import MemoryWrapper
@@ -178,7 +178,7 @@ class LocalDraftStream(DraftStream):
         )
         if isinstance(self._adapter, PromptAdapter):
             counted = runner.counted
-            runner.counted = lambda: counters_since(before, counted())
+            runner.counted = lambda: counter_increases_since(before, counted())
         return runner
 
     def end_question(self) -> None:

@@ -63,7 +63,7 @@ class FairLock:
         self.answers = [0, 0]
         """Answers under way that can share steps: on the usual CUDA stream, and on that of tokens."""
         self.waiting_passes = list[Any]()
-        """Passes of frames that wait (`joint.WaitingUnits`); whoever has the turn may run them."""
+        """Passes of frames that wait (`joint.QueuedUnits`); whoever has the turn may run them."""
 
     @property
     def is_contended(self) -> bool:

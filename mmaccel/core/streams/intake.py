@@ -390,7 +390,7 @@ class FrameIntake:
     def _room(self, clip: Clip) -> int:
         live = self._begun(clip, clip.times is not None or clip.fps is not None)
         frames_per_unit, pending = live.adapter.frames_per_unit, live.info.pending
-        return sources.units_in_pass(clip.frames, frames_per_unit, live.bulk) * frames_per_unit - (
+        return sources.units_per_ingest_pass(clip.frames, frames_per_unit, live.bulk) * frames_per_unit - (
             0 if pending is None else len(pending)
         )
 

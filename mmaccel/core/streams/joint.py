@@ -26,7 +26,7 @@ UNITS = 16
 
 
 @dataclass(eq=False)
-class WaitingUnits:
+class QueuedUnits:
     """Whole units of a stream, frames [n * frames_per_unit, 3, H, W] shown at `moments`, that wait for their pass.
 
     live    the `StreamRunner` whose memory takes them in
@@ -77,7 +77,7 @@ class WaitingUnits:
             self.error = error
 
 
-def run_waiting_units(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
+def run_queued_units(mine: QueuedUnits, deadline: Deadline) -> QueuedUnits:
     """Run the units `mine` through the model when it is free, and return them. Of the threads that wait with units of the
     same `batch_key`, the one that gets the model first runs the units of all as one batch. Raises `CallEnded` if the
     deadline comes first, or the pass's error."""
@@ -101,7 +101,7 @@ def run_waiting_units(mine: WaitingUnits, deadline: Deadline) -> WaitingUnits:
     return mine
 
 
-def _run_turn(first: WaitingUnits, waiting: list[WaitingUnits]) -> None:
+def _run_turn(first: QueuedUnits, waiting: list[QueuedUnits]) -> None:
     """Run the pass of `first`, and with it, oldest first, those of others that wait and can run with it. However it ends,
     all that it took off those that wait are done."""
     first.taken, some, left = True, [first], UNITS - first.units
@@ -141,7 +141,7 @@ def _own(error: BaseException) -> Exception:
     return own
 
 
-def _run(some: list[WaitingUnits]) -> None:
+def _run(some: list[QueuedUnits]) -> None:
     """Run the passes of these streams. What fails in one stream ends its pass alone; every other error is raised."""
     now = monotonic()
     try:
@@ -158,7 +158,7 @@ def _run(some: list[WaitingUnits]) -> None:
             one.others = took * (1 - one.units / units)
 
 
-def _run_batch(some: list[WaitingUnits]) -> None:
+def _run_batch(some: list[QueuedUnits]) -> None:
     lead, features = some[0].live, None
     with suppress(Exception):  # no memory has begun its pass: each runs alone, and says what fails there too
         features = lead.adapter.features(torch.cat([one.frames for one in some]), lead.info.size)[0]
@@ -167,7 +167,7 @@ def _run_batch(some: list[WaitingUnits]) -> None:
             with one.isolate_error():
                 one.live.encode_frames(one.frames)
         return
-    passes, alone = list[tuple[WaitingUnits, StreamPass, Tensor]](), list[tuple[Any, ...]]()
+    passes, alone = list[tuple[QueuedUnits, StreamPass, Tensor]](), list[tuple[Any, ...]]()
     for one, own in zip(some, features.split([one.units for one in some]), strict=True):
         with one.isolate_error():
             own, begins = one.live.record_units(own)

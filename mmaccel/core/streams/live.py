@@ -29,7 +29,7 @@ Done = TypeVar("Done")
 
 
 @contextmanager
-def tune_process() -> Iterator[None]:
+def tune_python_for_streams() -> Iterator[None]:
     """Context for commands, which own their process: settings of Python by which several streams run in time. The garbage
     collector skips all present objects, the model above all: a full collection would delay a token by a third of a second.
     Threads take turns after `SWITCH_S`, or one that launches kernels waits for the others at each launch."""

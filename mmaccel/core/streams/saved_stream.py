@@ -125,7 +125,7 @@ def read_stream(
     """
     for name, fits in SIZES.items():
         if name not in facts or not fits(facts[name]):
-            raise damaged_error(told.parent, f"{name} in {told.name} cannot be")
+            raise damaged_session_error(told.parent, f"{name} in {told.name} cannot be")
     live = StreamRunner(adapter, kv, chunk, _read_info(data, facts, adapter))
     try:
         if (tokens := live.stream.positions.tokens) != facts["unit"]:
@@ -139,7 +139,7 @@ def read_stream(
         if live.running is not None and not isinstance(live.state, FrameMemory):
             live.running.load(lambda wanted: checkpoint_io.read_tensors(data / FILM, wanted, adapter.device))
         if (units := live.state.units()) != facts["units"]:
-            raise damaged_error(data, f"the memory holds {units} units of {facts['units']}")
+            raise damaged_session_error(data, f"the memory holds {units} units of {facts['units']}")
         if (
             isinstance(live.around, AttentionRecording)
             and facts.get("heard") == sorted(live.around.states) != []
@@ -163,7 +163,7 @@ def saved_content_fields(kv: KVPolicy) -> dict[str, Any] | None:
     return {name: value for name, value in fields if name not in kv.query_time_fields}
 
 
-def damaged_error(where: Path, fault: str) -> ModelError:
+def damaged_session_error(where: Path, fault: str) -> ModelError:
     """Return the error for a session in folder `where` that is damaged: `fault` says how."""
     return ModelError(f"{where}: {fault}; the session is damaged, save it again.")
 
@@ -194,16 +194,16 @@ def _read_info(data: Path, facts: dict[str, Any], adapter: StreamAdapter) -> Str
     unbroken = all(count > 0 and first == end for (first, count), end in zip(spans, ends, strict=False))
     rising = all(map(math.isfinite, times)) and times == sorted(times)
     if not (unbroken and rising and ends[-1] <= len(times)):
-        raise damaged_error(data, f"spans or times in {FILM} cannot be")
+        raise damaged_session_error(data, f"spans or times in {FILM} cannot be")
     (height, width), raw = facts["size"], facts["raw"]
     raw = None if raw is None else (raw[0], raw[1])
     marks, timed = film["marks"].to(adapter.device), facts.get("timed") is True
     pins = facts.get("pins", [])
     if not (isinstance(pins, list) and all(map(_is_stretch, pins))):
-        raise damaged_error(data, "pins cannot be")
+        raise damaged_session_error(data, "pins cannot be")
     lines = facts.get("lines", [])
     if not (isinstance(lines, list) and all(map(_is_line, lines)) and lines == sorted(lines)):
-        raise damaged_error(data, "lines cannot be")
+        raise damaged_session_error(data, "lines cannot be")
     more = (
         raw,
         spans,

@@ -328,7 +328,7 @@ class VideoSession(FrameIntake):
 
     def _told(self, meter: Meter, counters: dict[str, float]) -> Report:
         own, device = self._stream_adapter.attention, self._stream_adapter.device
-        whole = meter.joined_with(own.meter, (0, 0) if self._live is None else self._live.token_counts)
+        whole = meter.merged_with(own.meter, (0, 0) if self._live is None else self._live.token_counts)
         why = "" if own.choice is None else own.choice.why
         return whole.report(self.recipe.to_dict(), own.backend, counters, device, why)
 

@@ -35,7 +35,7 @@ from mmaccel.core.streams.saved_stream import (
     MEMORY,
     as_json_value,
     check_saved_model,
-    damaged_error,
+    damaged_session_error,
     read_stream,
     saved_content_fields,
     write_stream,
@@ -61,7 +61,7 @@ KINDS = {"format": str, "version": int, "recipe": dict, "files": dict, "model": 
 
 def save_session(path: Path, recipe: Recipe, live: StreamRunner) -> None:
     """Save a session to the folder `path`; raises `ModelError` if it cannot be written."""
-    check_writable(path)
+    check_session_path(path)
     # Where a link leads to: the link stays, and what it led to is what is written anew.
     place = path.resolve()
 
@@ -178,11 +178,11 @@ def _read(where: Path) -> dict[str, Any]:
             f"{where} is {quoted(form)} of version {version}; this mmaccel reads version {VERSION}."
         )
     if not (all(map(_is_session_file, facts["files"])) and (data is None or _is_data(data))):
-        raise damaged_error(where, f"the list of files in {FACTS} is none")
+        raise damaged_session_error(where, f"the list of files in {FACTS} is none")
     if version != UNSEALED and CHECKSUM not in facts:
-        raise damaged_error(where, f"{FACTS} has no {CHECKSUM}")
+        raise damaged_session_error(where, f"{FACTS} has no {CHECKSUM}")
     if CHECKSUM in facts and facts != add_checksum(facts):
-        raise damaged_error(where, f"{FACTS} is not what was written")
+        raise damaged_session_error(where, f"{FACTS} is not what was written")
     return facts
 
 
@@ -200,7 +200,7 @@ def _load(where: Path, adapter: StreamAdapter, recipe: Recipe, kv: StreamPolicy)
     # Before version 4 the files were in the folder itself.
     data = where / facts.get("data", "")
     if not {str((data / FILM).relative_to(where)), *_files(where, data / MEMORY)} <= set(facts["files"]):
-        raise damaged_error(where, f"the list of files in {FACTS} is not whole")
+        raise damaged_session_error(where, f"the list of files in {FACTS} is not whole")
     for name, known in facts["files"].items():
         _check_file(where, name, known)
     with adapter.turns.hold():
@@ -222,18 +222,18 @@ def _print_of(where: Path, name: Path) -> list[int | None]:
 def _check_file(where: Path, name: str, known: Any) -> None:
     """Raise `ModelError` unless the file is the one that was written."""
     if not (isinstance(known, list) and len(known) == 2 and all(type(n) is int or n is None for n in known)):
-        raise damaged_error(where, f"the list of files in {FACTS} is none")
+        raise damaged_session_error(where, f"the list of files in {FACTS} is none")
     file = where / name
     size = file.stat().st_size if file.is_file() else None
     if size is None:
-        raise damaged_error(where, f"{name} is missing")
+        raise damaged_session_error(where, f"{name} is missing")
     if size != known[0]:
-        raise damaged_error(where, f"{name} has {size} bytes of {known[0]}")
+        raise damaged_session_error(where, f"{name} has {size} bytes of {known[0]}")
     if _print_of(where, Path(name)) != known:
-        raise damaged_error(where, f"{name} is not what was written")
+        raise damaged_session_error(where, f"{name} is not what was written")
 
 
-def check_writable(path: Path) -> None:
+def check_session_path(path: Path) -> None:
     """Check that a session can be saved to `path`; raise `ModelError` if not, for example because other files are there."""
     try:
         place = path.resolve()

@@ -292,7 +292,7 @@ def frame_size(frames: Tensor) -> tuple[int, int]:
     return int(frames.shape[2]), int(frames.shape[3])
 
 
-def units_in_pass(frames: Tensor, frames_per_unit: int, most: int) -> int:
+def units_per_ingest_pass(frames: Tensor, frames_per_unit: int, most: int) -> int:
     """Return how many units, of frames of the size of `frames` [T, 3, H, W], one pass of an ingestion takes: at
     most `most`, and not more than `WAITING` bytes of decoded frames."""
     return min(most, max(1, WAITING // (frames_per_unit * frames.shape[1:].numel())))

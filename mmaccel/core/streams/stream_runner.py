@@ -24,10 +24,10 @@ from mmaccel.core.memory.frames import FrameMemory
 from mmaccel.core.memory.kv import Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.memory.split import create_multi_device_state
 from mmaccel.core.prefill.attention import MIN_ROWS
-from mmaccel.core.streams.joint import UNITS, WaitingUnits, run_waiting_units
+from mmaccel.core.streams.joint import UNITS, QueuedUnits, run_queued_units
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, restore_states_at_exit
-from mmaccel.core.streams.sources import layer_hook, pad_to_units, units_in_pass
+from mmaccel.core.streams.sources import layer_hook, pad_to_units, units_per_ingest_pass
 
 WATCHED = (
     "sparse: frames given to watch see all that the memory shows; the pattern acts on those given to ingest, and on "
@@ -218,7 +218,7 @@ class StreamRunner:
             frames = torch.cat([info.pending.to(frames.device), frames])
         pending = frames.shape[0] - len(moments)
         whole = frames.shape[0] // per_unit
-        step = units_in_pass(frames, per_unit, self.bulk) if ingest else self._step
+        step = units_per_ingest_pass(frames, per_unit, self.bulk) if ingest else self._step
         self.ingests = ingest
         first = 0
         try:
@@ -227,7 +227,7 @@ class StreamRunner:
                 shown = moments[len(info.times) - before : last * per_unit - pending]
                 some, turns, others = frames[first * per_unit : last * per_unit], self.adapter.turns, 0.0
                 if turns.is_contended:
-                    ours = run_waiting_units(WaitingUnits(self, some, shown), deadline)
+                    ours = run_queued_units(QueuedUnits(self, some, shown), deadline)
                     waited, others = ours.waited, ours.others
                 else:
                     with turns.hold(deadline, over=lambda: False) as waited:

@@ -137,7 +137,7 @@ def lines_without_units(info: StreamInfo, gone: Iterable[int]) -> tuple[TimedTex
     return tuple(one for one in info.timed_texts if _unit_at(starts, one.begin) not in lost)
 
 
-def unit_layer_shares(
+def layer_share_per_unit(
     state: StreamState, layers: int, tokens: int, numbers: Sequence[int]
 ) -> dict[int, float]:
     """Return, during a question, unit (frame) number -> the share of the `layers` layers that see the unit, if any does.

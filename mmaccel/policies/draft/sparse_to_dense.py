@@ -58,7 +58,7 @@ class SparseToDense(DraftStrategy):
         return _Sparse(target, self)
 
 
-def view_columns(view: KVView) -> Tensor:
+def view_key_columns(view: KVView) -> Tensor:
     """Return the column (KV position in the sequence) of each of the N keys of a view, [N]."""
     return torch.arange(view.key.shape[2], device=view.key.device) if view.column is None else view.column
 
@@ -102,7 +102,7 @@ class _Memory(FullState):
         what layers carry along by what they carry there."""
         for layer in range(len(self._buffers)):
             view, lacks = dense.view(layer, torch.empty(0)), dense.count_dropped(layer)
-            columns = view_columns(view)
+            columns = view_key_columns(view)
             new = (columns >= self._prompt - lacks) & (columns < length - lacks)
             self._counts[layer] = self._chosen[layer]
             self.append(layer, view.key[:, :, new], view.value[:, :, new])
@@ -170,7 +170,7 @@ class _Sparse(DraftState, ForwardProbe):
             return
         rows = rows.to(key.device)
         group = query[0, :, rows - start].view(key.shape[1], -1, rows.numel(), query.shape[3]).float()
-        columns = view_columns(view)
+        columns = view_key_columns(view)
         seen = visible_columns_mask(view, columns, rows[:, None])
         weights = torch.einsum("ghnd,gmd->ghnm", group, key[0].float()) * scale
         paid = weights.masked_fill(~seen, -math.inf).softmax(-1).mean((1, 2))
@@ -207,7 +207,7 @@ class _Sparse(DraftState, ForwardProbe):
         chosen = []
         for layer in range(layers):
             held, view = self._held(layer), dense.view(layer, torch.empty(0))
-            columns = view_columns(view)
+            columns = view_key_columns(view)
             shown = (video if held is None else video[held]).to(columns.device)
             there = visible_columns_mask(view, columns, int(columns[-1])) & (columns < len(shown))
             is_video = torch.zeros_like(there).masked_scatter(there, shown[columns[there]])

@@ -31,10 +31,10 @@ class TextOnly(ChainStrategy):
 
     def open(self, target: ModelView) -> DraftState:
         peer = self.peer(target)
-        return TextDrafter(target, peer.runner(), peer.device, self, target.geometry.vocab)
+        return TextOnlyDraftState(target, peer.runner(), peer.device, self, target.geometry.vocab)
 
 
-class TextDrafter(SequentialDraftState):
+class TextOnlyDraftState(SequentialDraftState):
     """A `SequentialDraftState` whose model reads only the prompt's text; it never proposes an image or video placeholder."""
 
     def __init__(self, target: ModelView, *given: Any) -> None:

@@ -76,7 +76,7 @@ class EncodingMemory(StreamMemory):
             self._encodes = len(self.index.prepare(self._first).entries) > 0
         if self._encodes:
             self.prefetcher.begin(self._first)
-            slots = self.stream.positions.interval_count(self._first)
+            slots = self.stream.positions.count_intervals(self._first)
             if self.pass_replays.works and self._ingested is None and self._searches:
                 self._table = self.store.gather_tables.find(self.prefetcher.places(ahead=False), self._table)
                 self.store.lanes.wait_for_copies()
@@ -129,7 +129,7 @@ class EncodingMemory(StreamMemory):
         turned = self.rope.rotated_dims(positions.positions_before_video())
         size = 2, 1, 1, min(budget, len(now.entries)) * positions.tokens, turned
         room = replays.get_buffer("angles of a pass", size, self.stream.dtype)  # of all layers, in turn
-        (base, slots), most = self._pass_slots, positions.interval_count(self._first)
+        (base, slots), most = self._pass_slots, positions.count_intervals(self._first)
 
         def find() -> tuple[Tensor, ...]:
             units = self.index.search(layer, self._folded(mean), budget, self._first).entries

@@ -211,14 +211,14 @@ class Index(ABC):
     ) -> tuple[SearchResult, Tensor | None]:
         """Return what `search` finds by `queries[0]` and, by `queries[1]` if given, units (frames) [ahead] to prefetch for
         the next layer (-1: none; of its last cluster the oldest). queries [1 or 2, d]; `prepare` comes first. `words`
-        (`clusters.WordQueries`), if given, score clusters; units `late` (`clusters.NewestEntries`) come behind it."""
+        (`clusters.WordQueries`), if given, score clusters; units `late` (`clusters.NewestEntryRange`) come behind it."""
         now, rows = self._now, slice(layer, layer + len(queries))
         if len(now.entries) <= budget:
             entries, scores = now.entries, clusters.score_keys(self.key[rows], queries, self.cosine)
             picked = now.lists.size[layer] > 0
             coming: Tensor | None = entries if len(queries) > 1 else None
             if late is not None:
-                entries = torch.cat([entries, late.entry_numbers()])
+                entries = torch.cat([entries, late.newest_entry_indices()])
         else:
             scores, before = self._candidates(rows, queries, budget, words)
             own = clusters.EntryKeys(*self._own_keys(layer), queries[0], self.cosine)
@@ -370,9 +370,9 @@ def unit_positions(positions: PositionIds, entries: Tensor, count: int, compact:
     """Return the positions [k * P] or [3, k * P] of the tokens of the units (frames) `entries` [k], ascending, in a stream
     of `count` units: their own, or consecutive ones from unit 0 on if `compact`."""
     if compact:
-        return positions.unit_range(0, len(entries))
+        return positions.position_range(0, len(entries))
     if len(entries) == count:
-        return positions.of_units_by_time(0, count)
+        return positions.positions_by_time(0, count)
     return positions.of_units(entries, count - 1, own=True)
 
 

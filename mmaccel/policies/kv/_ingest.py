@@ -54,7 +54,7 @@ class Bases:
 
     def base_of_unit(self, unit: int) -> int:
         """Return the offset that is subtracted from positions in the pass of unit (frame) `unit`."""
-        return int(self._positions.unit_interval(max(0, unit - self.window)) // self.every * self.every)
+        return int(self._positions.unit_step(max(0, unit - self.window)) // self.every * self.every)
 
     def count_same_base(self, unit: int, count: int) -> int:
         """Return how many of the `count` units (frames) from `unit` on have the same offset as `unit`."""
@@ -215,7 +215,7 @@ class IngestState(PassState):
 
     def _unit_angles(self, stream_pass: StreamPass) -> Pair:
         """Cosines and sines of the rows of a pass of units."""
-        own = self.stream.positions.of_units_by_time
+        own = self.stream.positions.positions_by_time
         return self.rope.cached("units", lambda: own(stream_pass.first, stream_pass.count, self._base))
 
     def begin_ingest(self) -> None:
@@ -250,8 +250,8 @@ class IngestState(PassState):
     def _admits(self, first: int, end: int) -> bool:
         """Whether units ``first .. end`` find positions within the model's limit, less a base if need be."""
         positions, reach = self.stream.positions, self.bases.reach
-        last = positions.interval_count(end)
-        return last <= reach or last - int(positions.unit_interval(first)) + self._spare <= reach
+        last = positions.count_intervals(end)
+        return last <= reach or last - int(positions.unit_step(first)) + self._spare <= reach
 
     def _make_way(self, held: Ingested, stream_pass: StreamPass) -> None:
         """Units that a pass of an ingestion cannot see any more leave."""
@@ -260,11 +260,8 @@ class IngestState(PassState):
         first = next((unit for unit in some if self._admits(unit, end)), self._count)
         self._leave(held, first - self._first)
         held.drop_first_units(first - self._first)
-        far = positions.interval_count(end) > self.bases.reach
-        self._first, self._base = (
-            first,
-            max(0, int(positions.unit_interval(first)) - self._spare) if far else 0,
-        )
+        far = positions.count_intervals(end) > self.bases.reach
+        self._first, self._base = (first, max(0, int(positions.unit_step(first)) - self._spare) if far else 0)
 
     def _leave(self, held: Ingested, count: int) -> None:
         for begin in range(0, count, self.together):
@@ -283,7 +280,7 @@ class IngestState(PassState):
         cos, sin = self.rope.cached(
             "ingested",
             lambda: torch.cat(
-                [made.positions_before_video(), made.of_units_by_time(self._first, count, self._base)], -1
+                [made.positions_before_video(), made.positions_by_time(self._first, count, self._base)], -1
             ),
         )
         query = self.rope.apply(query, (cos[:, :, -rows:], sin[:, :, -rows:]))
@@ -327,7 +324,7 @@ class IngestState(PassState):
         own = (
             None
             if positions.has_even_rate
-            else positions.of_units_by_time(self._first, len(numbers), self._base)
+            else positions.positions_by_time(self._first, len(numbers), self._base)
         )
         angles = self.rope.angles(positions.of_units(numbers, int(numbers[-1])) if own is None else own)
         for layer, ring in enumerate(self._rings):

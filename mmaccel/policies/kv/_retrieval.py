@@ -183,7 +183,7 @@ class ArchivedMemory(EncodingMemory):
             if self.index.by_words:
                 rows = torch.stack([clusters.sum_query_groups(one, self.geometry.kv_heads) for one in asked])
                 words = clusters.WordQueries(rows, numbers[:1])
-            late = clusters.NewestEntries(numbers[1:2], 1, more)
+            late = clusters.NewestEntryRange(numbers[1:2], 1, more)
             found, ahead = self.index.search_ahead(layer, queries, budget, 0 if last else wide, late, words)
             made = list[Tensor]()
             if coded:

@@ -118,8 +118,8 @@ class TokenMemory(StreamMemory):
     def _closed(self, stream_pass: StreamPass) -> bool:
         positions, every = self.stream.positions, self.bases.every
         if stream_pass.kind == "units":
-            return self._always or positions.interval_count(stream_pass.first + stream_pass.count) > every
-        fits = positions.interval_count(self._count) <= every
+            return self._always or positions.count_intervals(stream_pass.first + stream_pass.count) > every
+        fits = positions.count_intervals(self._count) <= every
         return self._always or not (
             fits and positions.fits_limit(self._count, stream_pass.pending, stream_pass.rows, own=True)
         )

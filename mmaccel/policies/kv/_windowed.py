@@ -107,7 +107,7 @@ class StreamMemory(IngestState):
     def _closed(self, stream_pass: StreamPass) -> bool:
         """Whether units are closed up for this pass, as the fields say or because their own positions leave it none."""
         positions = self.stream.positions
-        fits = positions.interval_count(self._count) < self.bases.reach
+        fits = positions.count_intervals(self._count) < self.bases.reach
         return self._always or not (
             fits and positions.fits_limit(self._count, stream_pass.pending, stream_pass.rows, own=True)
         )
@@ -230,7 +230,7 @@ class StreamMemory(IngestState):
         positions = self.stream.positions
         if self.compact or numbers is None or count == self._count:
             first = 0 if self.compact or count == self._count else begin
-            stand = positions.unit_range if self.compact else positions.of_units_by_time
+            stand = positions.position_range if self.compact else positions.positions_by_time
             angles = self.rope.cached(("units of a question", first, count), lambda: stand(first, count))
         else:
             numbers = torch.cat([numbers, torch.arange(begin, self._count, device=numbers.device)])

@@ -241,7 +241,7 @@ class FullAttentionStream(PassState):
         if stream_pass.kind == "head":
             return positions.positions_before_video()
         if stream_pass.kind == "units":
-            return positions.of_units_by_time(stream_pass.first, stream_pass.count)
+            return positions.positions_by_time(stream_pass.first, stream_pass.count)
         return self._after(self._count, self._extra, stream_pass, own=True)
 
     def end_pass(self) -> None:

@@ -55,7 +55,7 @@ class Window(StreamPolicy):
         return Footprint(window=frames, shown=frames)
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
-        return WindowState(geometry.layers, self.sinks, self.window, self.margin)
+        return WindowKVState(geometry.layers, self.sinks, self.window, self.margin)
 
     def open_stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
@@ -73,7 +73,7 @@ class _Held:
     edge: int
 
 
-class WindowState(PerLayerKVState):
+class WindowKVState(PerLayerKVState):
     """The KV cache of `window`: exactly sized tensors for each layer, which `append` makes anew, without evicted columns."""
 
     def __init__(self, layers: int, sinks: int, window: int, margin: int) -> None:

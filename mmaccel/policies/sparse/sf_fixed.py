@@ -84,7 +84,7 @@ class SegmentedPattern(IntraPattern):
         number = torch.where(fits, number, rank // stride)
         return FrameAndTextSegments(number, torch.where(fits, offset, rank % stride), stride, high, most)
 
-    def segment_sizes(self, region: AttentionRegion) -> tuple[int, int]:
+    def max_stride_and_segments(self, region: AttentionRegion) -> tuple[int, int]:
         """Return the largest stride and number of segments of a sequence; for frames, read once from the device."""
         if self.stride != "frame":
             return self.stride, max(1, ceil_block_count(region.max_keys, self.stride))
@@ -144,7 +144,7 @@ class SFFixed(SegmentedPattern):
     def estimate_blocks(self, rows: int, keys: int, share: float, region: AttentionRegion | None) -> float:
         if region is None:
             return super().estimate_blocks(rows, keys, share, region)
-        longest, count = self.segment_sizes(region)
+        longest, count = self.max_stride_and_segments(region)
         # A query sees half of its own segment, on the mean; its block reaches a block's length further.
         near = longest / (2 * self.block) + 1.5
         return ceil_block_count(rows, self.block) * (near + share * self.summary * count / self.block + 0.5)

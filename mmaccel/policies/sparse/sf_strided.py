@@ -43,7 +43,7 @@ class SFStrided(SegmentedPattern):
     def estimate_blocks(self, rows: int, keys: int, share: float, region: AttentionRegion | None) -> float:
         if region is None:
             return super().estimate_blocks(rows, keys, share, region)
-        longest, count = self.segment_sizes(region)
+        longest, count = self.max_stride_and_segments(region)
         each = longest / self.block + 1.5 + share * count / self.block + 1
         return ceil_block_count(rows, self.block) * each
 

@@ -137,17 +137,17 @@ def grid(limit: int, pace: float = 1.5) -> PositionIds:
 def test_positions_are_those_of_a_prompt() -> None:
     positions = line(4, 1000)
     assert positions.positions_before_video().tolist() == list(range(HEAD)) and positions.axes == 1
-    assert positions.unit_range(0, 3).tolist() == list(range(HEAD, HEAD + 12))
-    assert positions.unit_range(300, 2).tolist() == list(range(HEAD + 1200, HEAD + 1208))
-    assert torch.equal(positions.of_units(torch.tensor([2, 200]), 200)[4:], positions.unit_range(200, 1))
+    assert positions.position_range(0, 3).tolist() == list(range(HEAD, HEAD + 12))
+    assert positions.position_range(300, 2).tolist() == list(range(HEAD + 1200, HEAD + 1208))
+    assert torch.equal(positions.of_units(torch.tensor([2, 200]), 200)[4:], positions.position_range(200, 1))
     assert positions.text_positions(3, 2, 2).tolist() == [HEAD + 12 + 2, HEAD + 12 + 3]
     assert positions.largest_position(3) == HEAD + 12
     three = grid(1000)
-    assert three.unit_range(0, 3)[0].tolist() == [5] * 4 + [6] * 4 + [8] * 4
+    assert three.position_range(0, 3)[0].tolist() == [5] * 4 + [6] * 4 + [8] * 4
     for unit in (2, 2, 0):
-        time = three.unit_range(unit, 1)[0]
+        time = three.position_range(unit, 1)[0]
         assert time.tolist() == [5 + int(1.5 * unit)] * 4, "whatever was asked for before"
-    assert three.unit_range(2, 1)[1:].tolist() == [[5, 5, 6, 6], [5, 6, 5, 6]]
+    assert three.position_range(2, 1)[1:].tolist() == [[5, 5, 6, 6], [5, 6, 5, 6]]
     assert three.text_positions(9, 1, 2).tolist() == [[8, 9]] * 3 and three.largest_position(100) == 5 + 148
 
 
@@ -224,7 +224,7 @@ def _check_turned(state: Any) -> None:
     if not state.units():
         return
     base = state.bases.base_of_unit(state.units() - 1)
-    positions = state.stream.positions.unit_range(state._first - base, state.units() - state._first)
+    positions = state.stream.positions.position_range(state._first - base, state.units() - state._first)
     for ring in state._rings:
         want = state.rope.apply(ring.key, state.rope.angles(positions))
         assert torch.allclose(ring.turned, want, atol=1e-5)
@@ -232,7 +232,7 @@ def _check_turned(state: Any) -> None:
 
 def _spy(state: Any, used: list[int]) -> None:
     positions = state.stream.positions
-    for method in ("unit_range", "of_units"):
+    for method in ("position_range", "of_units"):
         inner = getattr(positions, method)
 
         def spied(*args: Any, inner: Any = inner) -> Tensor:

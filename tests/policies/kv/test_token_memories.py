@@ -84,7 +84,7 @@ def history(frames: int, recent: int, units: int, policy: LiveVLM, layer: int) -
         key = torch.cat([raw(layer, c // TOKENS)[1][:, :, c % TOKENS : c % TOKENS + 1] for c in columns], 2)
         key = turned(key, HEAD + torch.tensor(columns))
         head = turned(randn((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.positions_before_video())
-        query = turned(raw(layer, end - 1)[0], made.unit_range(end - 1, 1))
+        query = turned(raw(layer, end - 1)[0], made.position_range(end - 1, 1))
         score = share(query, torch.cat([head, key], 2))[HEAD:]
         budget = frames * TOKENS
         stretches = budget // policy.bucket
@@ -125,11 +125,11 @@ def test_a_pass_sees_the_head_and_all_that_is_held_at_true_positions() -> None:
             query = torch.cat([raw(layer, unit)[0] for unit in range(first, last)], 2)
             head = randn((1, layer, -1), 1, GROUPS, HEAD, SIZE)
             expected = torch.cat(
-                [turned(head, made.positions_before_video()), turned(key, made.unit_range(0, last))], 2
+                [turned(head, made.positions_before_video()), turned(key, made.position_range(0, last))], 2
             )
             torch.testing.assert_close(view.key, expected)
             assert view.query is not None and view.window is None and view.column is None
-            torch.testing.assert_close(view.query, turned(query, made.unit_range(first, last - first)))
+            torch.testing.assert_close(view.query, turned(query, made.position_range(first, last - first)))
 
 
 def asked(state: TokenMemory, rows: int = 5) -> tuple[list[Tensor], list[Tensor]]:

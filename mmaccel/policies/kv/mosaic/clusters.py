@@ -275,7 +275,7 @@ class ClusterTable:
         rows = {name: getattr(self, name)[:, : self.id_bound].contiguous() for name in ROWS}
         return {**rows, "owner": self.owner[:, : self._units].contiguous()}
 
-    def saved_shapes(self, units: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_shapes(self, units: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return name -> (shape, type) of saved `tensors` of `units` units (frames); -1: any number of clusters, members."""
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"owner": ((self.layers, units), torch.long)}
         for name in ROWS:

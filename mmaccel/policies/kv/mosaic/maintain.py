@@ -72,8 +72,8 @@ class ClusterHierarchy:
     def keep_units(self, kept: Tensor) -> None:
         """Keep only the units (frames) at rows `kept` [k], renumbered; clusters that lose all units are removed."""
         self.means.keep_rows(kept)
-        self.visual.keep_units(kept, self.means.visual_points)
-        self.semantic.keep_units(kept, self.means.key_points)
+        self.visual.keep_units(kept, self.means.centred_looks)
+        self.semantic.keep_units(kept, self.means.centred_keys)
         level, self.units = self.semantic, len(kept)
         self.buffer = [[one for one in ids if level.size[at, one]] for at, ids in enumerate(self.buffer)]
         for layer, ids in enumerate(self.buffer):
@@ -111,7 +111,7 @@ class ClusterHierarchy:
         wanted |= dict.fromkeys(("key", "value"), ((units, layers, width), means.keys.dtype))
         levels = {"visual": self.visual, "semantic": self.semantic} if facts["started"] else {}
         for name, level in levels.items():
-            wanted |= {f"{name}.{row}": one for row, one in level.saved_shapes(units).items()}
+            wanted |= {f"{name}.{row}": one for row, one in level.tensor_shapes(units).items()}
             wanted[f"{name}.threshold"] = (2, level.layers), means.work
             wanted["centre_look"] = (look + 1,), means.work
             wanted["centre_key"] = (layers, width + 1), means.work
@@ -124,10 +124,10 @@ class ClusterHierarchy:
         self.units, self.counters = units, Counter(facts["counters"])
         for name, level in levels.items():
             above = self.visual.size if level is self.semantic else None
-            if not level.load({row: found[f"{name}.{row}"] for row in level.saved_shapes(units)}, above):
+            if not level.load({row: found[f"{name}.{row}"] for row in level.tensor_shapes(units)}, above):
                 raise ModelError(f"{folder}: {name} clusters do not fit together; the file is damaged.")
             small, large = found[f"{name}.threshold"]
-            self.bounds += (rules.make_bounds(small, large, visual=above is None),)
+            self.bounds += (rules.make_split_bounds(small, large, visual=above is None),)
             means.centre = found["centre_look"], found["centre_key"]
         return absent
 
@@ -168,8 +168,8 @@ class ClusterHierarchy:
         every = torch.arange(self.layers)
         for begin in range(self.units, have, TOGETHER)[:most]:
             units = torch.arange(begin, min(begin + TOGETHER, have))
-            matching = NearestCluster(self.visual, self.means.visual_points(ZERO, units))
-            points = self.means.key_points(every, units.expand(self.layers, -1))
+            matching = NearestCluster(self.visual, self.means.centred_looks(ZERO, units))
+            points = self.means.centred_keys(every, units.expand(self.layers, -1))
             keys = points.transpose(0, 1).contiguous().numpy()
             for row, unit in enumerate(units.tolist()):
                 cluster = self._place_look(unit, row, matching)
@@ -185,12 +185,12 @@ class ClusterHierarchy:
         rules, means = self.rules, self.means
         floor = means.set_centring_origin(units)
         count = max(1, round(units / rules.visual))
-        looks = means.visual_points(ZERO, torch.arange(units))
+        looks = means.centred_looks(ZERO, torch.arange(units))
         label = kmeans(looks[None], count)[0]
         for one in range(count):
             members = (label == one).nonzero().T
             self.visual.set_members(ZERO, self.visual.allocate_ids(ZERO, ZERO - 1), members, looks[members])
-        self._unmix(self.visual, means.visual_points)
+        self._unmix(self.visual, means.centred_looks)
         visual = rules.calibrate(self.visual, True, floor[0])
         self.bounds = (visual,)
         self._refine_visual(self.visual.size[0].nonzero()[:, 0])
@@ -198,13 +198,13 @@ class ClusterHierarchy:
         for one in self.visual.size[0].nonzero()[:, 0].tolist():
             inside = self.visual.members_of(ZERO, torch.tensor([one]))[0].sort().values
             k = max(1, round(inside.numel() / rules.semantic))
-            x = means.key_points(everything, inside.expand(self.layers, -1))
+            x = means.centred_keys(everything, inside.expand(self.layers, -1))
             labels = kmeans(x, k)
             for cluster in range(k):
                 members = inside.masked_fill(labels != cluster, -1)
                 ids = self.semantic.allocate_ids(everything, torch.full_like(everything, one))
                 self.semantic.set_members(everything, ids, members, x)
-        self._unmix(self.semantic, means.key_points)
+        self._unmix(self.semantic, means.centred_keys)
         self.bounds = visual, rules.calibrate(self.semantic, False, floor[1])
         self._refine(*(self.semantic.size > 0).nonzero(as_tuple=True))
 
@@ -243,7 +243,7 @@ class ClusterHierarchy:
                 self._cut(one, other)
                 made.append(other)
 
-        points, layer = self.means.visual_points, torch.zeros_like(cluster)
+        points, layer = self.means.centred_looks, torch.zeros_like(cluster)
         split_exceeding(self.visual, self.bounds[0], points, layer, cluster, self.rules.gain, split)
         self.counters["visual_splits"] += len(made)
         return made
@@ -262,7 +262,7 @@ class ClusterHierarchy:
         torn = gone.any(1) & ~whole
         if bool(torn.any()):
             at, ids, members, gone = layer[torn], cluster[torn], members[torn], gone[torn]
-            x = self.means.key_points(at, members)
+            x = self.means.centred_keys(at, members)
             piece = level.allocate_ids(at, torch.full_like(at, new))
             level.set_members(at, piece, members.masked_fill(~gone, -1), x)
             level.set_members(at, ids, members.masked_fill(gone, -1), x)
@@ -396,5 +396,5 @@ class ClusterHierarchy:
         self.counters.update(deferred_splits=self._refine(layer, cluster), resolved=len(layer))
 
     def _refine(self, layer: Tensor, cluster: Tensor) -> int:
-        points, bounds = self.means.key_points, self.bounds[1]
+        points, bounds = self.means.centred_keys, self.bounds[1]
         return split_exceeding(self.semantic, bounds, points, layer, cluster, self.rules.gain)

@@ -69,9 +69,9 @@ class Params:
         s2, n = level.variance[:, : level.id_bound], level.size[:, : level.id_bound]
         usual = (s2 * n).sum(1) / n.sum(1).clamp_min(1)
         small, large = ((t * usual).maximum(floor).clamp(max=CAP) for t in (self.tau_small, self.tau_large))
-        return self.make_bounds(small, large, visual)
+        return self.make_split_bounds(small, large, visual)
 
-    def make_bounds(self, small: Tensor, large: Tensor, visual: bool) -> SplitBounds:
+    def make_split_bounds(self, small: Tensor, large: Tensor, visual: bool) -> SplitBounds:
         """Return the bounds for a level with thresholds `small` and `large` [L]; the visual level's size limit is scaled."""
         most = self.largest * (self.visual if visual else self.semantic) // self.semantic
         apart = self.new_scene if visual else math.inf
@@ -293,12 +293,12 @@ class UnitMeans:
         points[..., -1:] = origin[..., -1:]
         return unit_length(points)
 
-    def visual_points(self, layer: Tensor, units: Tensor) -> Tensor:
+    def centred_looks(self, layer: Tensor, units: Tensor) -> Tensor:
         """Unit vectors [..., E + 1] of the centred visual features of `units` (frames) [...]; all layers share them."""
         assert self.centre is not None
         return self._points(self.visuals[units.clamp_min(0)], self.centre[0])
 
-    def key_points(self, layer: Tensor, units: Tensor) -> Tensor:
+    def centred_keys(self, layer: Tensor, units: Tensor) -> Tensor:
         """Unit vectors [b, m, d + 1] of the centred keys of `units` (frames) [b, m] at `layer` [b]; unit -1: undefined."""
         assert self.centre is not None
         # Row by row, for a tensor indexed by two others is gathered number by number.

@@ -93,7 +93,7 @@ def audit(tree: ClusterHierarchy, tolerance: float = 1e-9) -> None:
     if not tree.has_clusters:
         return
     count = tree.units
-    for level, points in ((tree.visual, tree.means.visual_points), (tree.semantic, tree.means.key_points)):
+    for level, points in ((tree.visual, tree.means.centred_looks), (tree.semantic, tree.means.centred_keys)):
         bounds = tree.bounds[level is tree.semantic]
         owner = level.owner[:, :count]
         assert (owner >= 0).all(), "a unit is in no cluster"

@@ -282,7 +282,7 @@ def test_few_units_are_split_where_they_are_strangers() -> None:
     s2 = torch.tensor([0.19, 0.21, 0, 0.11])
     rules = Params(visual=1, semantic=1, init=2, buffer=0)
     for visual, found in ((True, [False, True, False, True]), (False, [False, False, False, True])):
-        bounds = rules.make_bounds(small, small, visual)
+        bounds = rules.make_split_bounds(small, small, visual)
         told = bounds.exceeds_threshold(*(x.numpy() for x in (layer, n, s2, torch.zeros(4))))
         assert told.tolist() == found
 

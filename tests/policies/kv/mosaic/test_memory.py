@@ -178,7 +178,7 @@ def test_passes_see_units_that_have_left_the_window(limit: int, axes: int, field
         for at, unit in enumerate(units):
             columns = slice(HEAD + at * TOKENS, HEAD + (at + 1) * TOKENS)
             _, key, value = driven.unit(layer, unit)
-            angles = WHEEL.rope_angles(state.stream.positions.unit_range(numbers[unit], 1), driven.dtype)
+            angles = WHEEL.rope_angles(state.stream.positions.position_range(numbers[unit], 1), driven.dtype)
             assert torch.equal(view.key[:, :, columns], WHEEL.apply_rope(key, angles))
             assert torch.equal(view.value[:, :, columns], value)
 

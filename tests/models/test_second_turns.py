@@ -151,8 +151,9 @@ def test_a_draft_s_pruner_that_has_nothing_to_prune_is_told(family: str) -> None
 def test_another_question_on_a_cache_is_refused_before_it_runs(family: str) -> None:
     """The cache holds what it held, and serves the question once what differs is cut off."""
     model, first = BUILD[family](), prompt(family, TURNS["text"][0])
-    ids = torch.cat([first["input_ids"][:, :-4], first["input_ids"][:, -3:]], 1)
-    other = {**first, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    rows = {name: x for name, x in first.items() if x.shape == first["input_ids"].shape}
+    other = {**first, **{name: torch.cat([x[:, :-4], x[:, -3:]], 1) for name, x in rows.items()}}
+    ids = other["input_ids"]
     with mmaccel.accelerate(model) as fast:
         want = fast.generate(**other, **HOW)
         cache = (out := fast.generate(**first, **HOW)).past_key_values

@@ -52,7 +52,7 @@ test: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS)
 
 # One shard of the slow tests, another one at each commit; all of them by SHARDS=1, which takes hours.
-SHARDS ?= 16
+SHARDS ?= 12
 SHARD ?= $(shell git show -s --format=%ct HEAD 2>/dev/null || date +%s)
 test-shard: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS) -m 'slow and not gpu and not page' --shard $(SHARD)/$(SHARDS)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 MEASURED = Path(__file__).with_name("seconds.json")
-ONE, ANY = 1.5, 0.3
+ONE, ANY = 1.0, 0.25
 """Seconds: of the one case of a test that stays, and of any case that stays."""
 
 

@@ -85,7 +85,6 @@ def test_a_film_is_answered_rightly(name: str, samples: int, shipped: Shipped, l
         assert one.answers["dense"].report.kept == 1.0
 
 
-@pytest.mark.always
 @pytest.mark.parametrize("name", ONE)
 def test_an_answer_rests_on_the_video(name: str, shipped: Shipped, loaded: Loaded) -> None:
     """Shown another film, the model gives another answer: what it says is seen, not guessed."""

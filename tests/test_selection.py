@@ -22,7 +22,7 @@ def run(pytester: pytest.Pytester, *options: str) -> list[str]:
 @pytest.mark.parametrize(
     ("mark", "seconds", "some"),
     [
-        *(("", [0.3, 9, 0], {"0", "2"}), ("", [1, 9], {"0"}), ("", [9, 9], set())),
+        *(("", [0.25, 9, 0], {"0", "2"}), ("", [1, 9], {"0"}), ("", [9, 9], set())),
         *(("always", [9], {"0"}), ("always(every=True)", [9, 9], {"0", "1"}), ("slow", [0, 0], set())),
     ],
 )

@@ -262,7 +262,6 @@ def test_a_clip_of_many_passes_is_asked_about_pass_by_pass() -> None:
     assert len(told) > 4 and all(seconds == (done - 1) / 2 for done, seconds in told)
 
 
-@pytest.mark.always
 @pytest.mark.parametrize("says", [None, "some"])
 def test_it_is_told_of_what_turns(says: str | None) -> None:
     says = None if says is None else turning()[-1][2]

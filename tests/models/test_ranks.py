@@ -289,6 +289,7 @@ def budget(model: Any, inputs: dict[str, Any]) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(BUILD))
 def test_two_processes_give_what_one_gives(family: str, ranks: list[dict[str, Any]]) -> None:
     model, inputs = model_of(family), prompt(family, PROMPTS["long"])
@@ -355,7 +356,6 @@ def test_fifty_prompts_get_the_same_greedy_tokens(tmp_path: Path, device: str) -
         assert all(map(torch.equal, rank, one))
 
 
-@pytest.mark.always
 def test_every_recipe_that_runs_gives_the_answer_of_one_process(ran: Any) -> None:
     one, ranks = ran
     for name in ("plain", *SHARDED, "batch"):

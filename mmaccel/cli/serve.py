@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,8 @@ def serve(
         ) from error
     if not ray and (replicas != "1" or gpus is not None or draft_gpus):
         raise RecipeError("--replicas, --gpus, --draft-gpus: they go with --ray; add it, or leave them out.")
+    if saves is not None:
+        _check_saves(saves)
     settings = Settings(
         host=host,
         port=port,
@@ -122,6 +125,17 @@ def _check_drafts(chosen: Mapping[str, Recipe], device: str, gpus: float) -> Non
             "--draft-gpus: a draft's GPU is one beside the replica's own; give that a whole one (--device cuda, --gpus 1), "
             "or leave it out."
         )
+
+
+def _check_saves(folder: Path) -> None:
+    """Raise `RecipeError` where nothing can be saved, before a model is loaded."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise RecipeError(
+            f"--saves: {folder} cannot be written ({str(error.strerror).lower()}); make it this user's, or name another."
+        ) from error
 
 
 def _check_port(host: str, port: int) -> None:

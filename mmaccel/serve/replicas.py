@@ -17,6 +17,8 @@ import random
 import re
 import secrets
 import shutil
+import signal
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -296,6 +298,7 @@ def serve_on_ray(
             os.environ[DRAFT_GPU] = _draft_gpu(draft_gpus)
         return create_app(make(), partial(ReplicatedStreams, replica=replica))
 
+    before = signal.getsignal(signal.SIGTERM)
     scale: dict[str, Any] = {"num_replicas": least}
     if most != least:
         scale = {
@@ -306,6 +309,9 @@ def serve_on_ray(
         _check_room(bundles, least)
         scale |= {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_PACK"}
     serve.start("EveryNode", http_options={"host": settings.host, "port": settings.port})
+    if threading.current_thread() is threading.main_thread():
+        # Ray's own handler, which it installs as it begins, ends the process with status 15 and a stack.
+        signal.signal(signal.SIGTERM, before)
     deployment = serve.deployment(serve.ingress(app)()).options(
         name=NAME,
         ray_actor_options={"num_gpus": gpus},

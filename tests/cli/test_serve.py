@@ -40,6 +40,14 @@ def test_a_port_that_is_taken_is_named(call: Call) -> None:
     )
 
 
+def test_a_folder_that_holds_nothing_is_told_before_a_model_is_loaded(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told = call.error("serve", "--saves", str(tmp_path / "file"), "--model", "no such model")
+    assert f"--saves: {tmp_path / 'file'} cannot be written (file exists); make it this user's" in " ".join(
+        told.split()
+    )
+
+
 @pytest.mark.parametrize(("name", "extra", "option"), [("fastapi", "serve", ()), ("ray", "ray", ("--ray",))])
 def test_without_an_extra_it_says_what_to_install(
     name: str, extra: str, option: tuple[str, ...], call: Call, monkeypatch: pytest.MonkeyPatch
@@ -143,7 +151,9 @@ def test_the_image_is_made_of_what_is_there() -> None:
     read = [project["project"]["readme"], *project["project"]["license-files"]]
     assert {*read, *project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]} <= set(copied)
     assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    (told,) = re.findall(r"^CMD \[(.+)\]$", FILE, re.MULTILINE)
-    saves = parsed([word.strip().strip('"') for word in told.split(",")])["saves"]
+    # Without a model's name nothing can be served, for the image has no lab.
+    assert re.findall(r"^CMD (.+)$", FILE, re.MULTILINE) == ['["serve", "--help"]']
+    (line,) = re.findall(r"^    docker run .+$", PAGE, re.MULTILINE)
+    saves = parsed(shlex.split(line.partition(" mmaccel ")[2]))["saves"]
     assert Path(saves) == Path("/saves")  # text under older versions of typer, which make the path later
     assert set(re.findall(r"--build-arg (\w+)=", PAGE)) == set(re.findall(r"^ARG (\w+)", FILE, re.MULTILINE))

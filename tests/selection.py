@@ -1,9 +1,9 @@
 """Which tests run by default, and which by shards.
 
 What is `slow` the default run leaves out: what its source marks so, and what takes long by `seconds.json`. There a case
-stays that takes at most `ANY` seconds. Of each test one case stays that takes at most `ONE`; however long it
-takes, where its source says `always`; and all stay where that says `always(every=True)`. `--shard K/N` runs the K-th of N
-parts of what was chosen: `make test-shard` runs one of all that is slow. `--write-seconds` measures.
+stays that takes at most `ANY` seconds. Of each test one stays that takes at most `ONE`; however long it takes, where the
+source says `always`; and all stay where that says `always(every=True)`. With `--long` all stay that their source does not
+mark. `--shard K/N` runs the K-th of N parts of what was chosen: `make test-shard` runs one of all that is slow.
 """
 
 import json
@@ -21,6 +21,7 @@ ONE, ANY = 1.0, 0.25
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run too what is slow by tests/seconds.json alone")
     parser.addoption("--shard", metavar="K/N", help="run the K-th of N parts of the chosen tests")
     parser.addoption(
         "--write-seconds", action="store_true", help="note what each test takes in tests/seconds.json"
@@ -28,9 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what takes long `slow`, before `-m` is obeyed."""
-    seconds = json.loads(MEASURED.read_text(encoding="utf-8"))
+    seconds = {} if config.getoption("--long") else json.loads(MEASURED.read_text(encoding="utf-8"))
     for (module, _, _), cases in groupby(items, lambda item: item.nodeid.partition("[")[0].partition("::")):
         _leave_long_ones_out(list(cases), seconds.get(module, {}))
 

@@ -34,6 +34,7 @@ def test_short_cases_stay_and_what_is_marked(
     monkeypatch.setattr(selection, "MEASURED", tmp_path / "seconds.json")
     selection.MEASURED.write_text(json.dumps(rows))
     assert set(run(pytester)) == some
+    assert len(run(pytester, "--long")) == len(seconds) * (mark != "slow")
 
 
 def test_shards_are_all_of_the_tests_each_once(pytester: pytest.Pytester) -> None:

@@ -43,11 +43,10 @@ def ran(names: str, *options: str, **environment: str) -> None:
 @pytest.mark.parametrize(
     "options", ["", *(pytest.param(f"-m slow --shard {n}/16", marks=pytest.mark.slow) for n in range(16))]
 )
-def test_interpreted(options: str) -> None:
+def test_interpreted(options: str, pytestconfig: pytest.Config) -> None:
     """All in one process: a start takes as long as thirty cases."""
-    ran(
-        "triton together clusters decode hopper index lists pointwise", *options.split(), TRITON_INTERPRET="1"
-    )
+    words = options.split() + ["--long"] * bool(pytestconfig.getoption("--long"))
+    ran("triton together clusters decode hopper index lists pointwise", *words, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu

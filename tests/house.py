@@ -1,7 +1,7 @@
 """The walls of the house and its counts: `python -m tests.house` prints them beside their marks, `--write` records them.
 
-`--write` lowers each ceiling of `house.json` to today's count, never raises one, and writes the arrows of
-docs/architecture.md from `WALLS` and `LAB_WALLS`.
+`--write` lowers each ceiling of `house.json` to today's count, and writes the arrows of docs/architecture.md from `WALLS`
+and `LAB_WALLS`. Whoever raises a ceiling does so by hand, and says why in the commit.
 """
 
 import ast
@@ -372,6 +372,9 @@ def main(arguments: list[str]) -> int:
         print(json.dumps({name: sorted(files) for name, files in calls.items()}, indent=1))
         rest = {"circles": circles(imports_between(FILES)), "alone": with_one_importer()[0]}
         print(json.dumps(rest, indent=1))
+    assert {c.name: c.mark <= tops[c.name] for c in counts} == dict.fromkeys(tops, True), (
+        "a ceiling without its count"
+    )
     for name, (value, top, _) in (high := over(counts)).items():
         print(
             f"error: {name}: {value:g} is over its ceiling of {top:g}; `python -m tests.house --files` names files."

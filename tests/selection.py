@@ -8,7 +8,6 @@ mark. `--shard K/N` runs the K-th of N parts of what was chosen: `make test-shar
 
 import json
 import zlib
-from collections import defaultdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,7 @@ ONE, ANY = 1.0, 0.25
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run too what is slow by tests/seconds.json alone")
     parser.addoption("--shard", metavar="K/N", help="run the K-th of N parts of the chosen tests")
-    parser.addoption(
-        "--write-seconds", action="store_true", help="note what each test takes in tests/seconds.json"
-    )
+    parser.addoption("--write-seconds", action="store_true", help="write tests/seconds.json")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,6 +38,8 @@ def pytest_take_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Obey `--shard`, after `-m` and `-k`."""
     if given := config.getoption("--shard"):
         number, _, shards = given.partition("/")
+        if not (number.isdigit() and shards.isdigit() and int(shards)):
+            raise pytest.UsageError(f"--shard: {given!r} is not K/N; give two whole numbers, as 3/12.")
         mine = [zlib.crc32(item.nodeid.encode()) % int(shards) == int(number) % int(shards) for item in items]
         config.hook.pytest_deselected(items=[item for item, own in zip(items, mine, strict=True) if not own])
         items[:] = [item for item, own in zip(items, mine, strict=True) if own]
@@ -50,31 +49,29 @@ def _leave_long_ones_out(cases: list[Any], seconds: dict[str, float]) -> None:
     """Mark `slow` what takes long of the cases of a test; which one stays hangs on the test's name."""
     takes = {case: seconds.get(case.nodeid.partition("::")[2], 0.0) for case in cases}
     left = [case for case in cases if not case.get_closest_marker("slow")]
-    always = left[0].get_closest_marker("always") if left else None
-    able = [case for case in left if takes[case] <= ONE or always]
+    able = [case for case in left if takes[case] <= ONE or case.get_closest_marker("always")]
     stays = able[zlib.crc32(able[0].nodeid.partition("[")[0].encode()) % len(able)] if able else None
     for case in left:
+        always = case.get_closest_marker("always")
         if takes[case] > ANY and case is not stays and not (always and always.kwargs.get("every")):
             case.add_marker(pytest.mark.slow)
 
 
 class Stopwatch:
-    """What each test took, its fixtures with it, written when the run ends; of tests that did not run it keeps the rows."""
+    """Writes what each test took that passed, without its fixtures: if the first to use one leaves, the next one pays."""
 
     def __init__(self) -> None:
-        self.taken: dict[str, float] = defaultdict(float)
+        self.rows: dict[str, dict[str, float]] = json.loads(MEASURED.read_text(encoding="utf-8"))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.taken[report.nodeid] += report.duration
+        if report.when == "call" and report.passed:
+            module, _, test = report.nodeid.partition("::")
+            self.rows.setdefault(module, {}).pop(test, None)
+            if report.duration > ANY:
+                self.rows[module][test] = round(report.duration, 2)
 
     def pytest_sessionfinish(self) -> None:
-        rows = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else {}
-        for name, each in self.taken.items():
-            module, _, test = name.partition("::")
-            rows.setdefault(module, {}).pop(test, None)
-            if each > ANY:
-                rows[module][test] = round(each, 1)
-        kept = {module: dict(sorted(rows[module].items())) for module in sorted(rows) if rows[module]}
+        kept = {module: dict(sorted(each.items())) for module, each in sorted(self.rows.items()) if each}
         MEASURED.write_text(json.dumps(kept, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

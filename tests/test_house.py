@@ -31,6 +31,7 @@ from tests.house import (
     python_files,
 )
 
+pytestmark = pytest.mark.always(every=True)
 SHIPPED = [*FILES, *LAB_FILES]
 ALL_FILES = [*SHIPPED, *python_files(ROOT / "tests", ROOT / "bench")]
 
@@ -85,7 +86,6 @@ def trespasses(path: Path) -> Iterator[str]:
             yield f"{inside} imports {name}"
 
 
-@pytest.mark.always
 def test_imports_run_one_way() -> None:
     assert [told for path in SHIPPED for told in trespasses(path)] == []
 
@@ -120,7 +120,6 @@ def test_circles_are_found() -> None:
     assert house.circles(edges) == [["a", "b", "c"], ["d", "e"]]
 
 
-@pytest.mark.always
 def test_mmaccel_looks_for_the_lab_in_one_place() -> None:
     """An import is caught by the walls; here also a name in a string, which `importlib` could take."""
     name = re.compile(r"^\s*mmaccel_lab\b")
@@ -310,33 +309,22 @@ def test_the_lock_fits_the_bounds() -> None:
 
 
 def test_a_setting_in_which_nothing_is_found_fails_with_a_sentence(monkeypatch, tmp_path, capfd):
-    (tmp_path / "test_other.py").write_text("def test_it():\n    pass\n")
-    monkeypatch.setattr(
-        numeric,
-        "SETTINGS",
-        [("torch", "ATEN_CPU_CAPABILITY", "default", "DEFAULT"), ("torch", "NO", "SUCH", "AVX1024")],
-    )
+    (other := tmp_path / "test_other.py").write_text("def test_it():\n    pass\n")
+    settings = ("ATEN_CPU_CAPABILITY", "default", "DEFAULT"), ("NO", "SUCH", "AVX1024")
+    monkeypatch.setattr(numeric, "SETTINGS", [("torch", *one) for one in settings])
     monkeypatch.setattr(numeric, "LEVELS", ["DEFAULT", "AVX2", "AVX512", "AVX1024"])
     monkeypatch.setattr(sys, "argv", ["numeric", str(tmp_path)])
     assert numeric.main() == 1
     said = capfd.readouterr().out
     assert "ATEN_CPU_CAPABILITY=default: failed, no test marked `numeric` was found" in said
     assert "NO=SUCH: left out, this processor has" in said
-    (tmp_path / "test_other.py").write_text(
-        "import pytest\n@pytest.mark.numeric(by='torch')\ndef test_it():\n    pass\n"
-    )
+    other.write_text("import pytest\n@pytest.mark.numeric(by='torch')\ndef test_it():\n    pass\n")
     assert numeric.main() == 0 and "default: passed, " in capfd.readouterr().out
 
 
 def test_every_test_marked_numeric_names_its_library():
     """Without one it would run under no setting."""
-    here = Path(__file__)
-    lines = [
-        line
-        for path in here.parent.rglob("test_*.py")
-        if path != here
-        for line in path.read_text().splitlines()
-        if re.search(r"mark\.numeric\b", line)
-    ]
+    others = {*Path(__file__).parent.rglob("test_*.py")} - {Path(__file__)}
+    lines = [one for path in others for one in path.read_text().splitlines() if "mark.numeric" in one]
     assert len(lines) > 8
     assert all(re.search(r"mark\.numeric\(by=\"(numpy|torch)\"\)", line) for line in lines)

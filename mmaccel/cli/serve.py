@@ -81,7 +81,7 @@ def serve(
     if not ray and (replicas != "1" or gpus is not None or draft_gpus):
         raise RecipeError("--replicas, --gpus, --draft-gpus: they go with --ray; add it, or leave them out.")
     if saves is not None:
-        _check_saves(saves)
+        _check_saves(saves, shared=ray)
     settings = Settings(
         host=host,
         port=port,
@@ -127,14 +127,15 @@ def _check_drafts(chosen: Mapping[str, Recipe], device: str, gpus: float) -> Non
         )
 
 
-def _check_saves(folder: Path) -> None:
-    """Raise `RecipeError` where nothing can be saved, before a model is loaded."""
+def _check_saves(folder: Path, shared: bool) -> None:
+    """Raise `RecipeError` where nothing can be saved, before a model is loaded; one that machines share must be there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not shared:
+            folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise RecipeError(
-            f"--saves: {folder} cannot be written ({str(error.strerror).lower()}); make it this user's, or name another."
+            f"--saves: {folder} cannot be written ({error.strerror or error}); name a folder that this user may write."
         ) from error
 
 

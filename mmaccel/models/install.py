@@ -292,7 +292,7 @@ class ModelReadWriteLock:
             self._alone, self._ends = None, ()
 
     @property
-    def recipe_of_attachment(self) -> AttachmentBase | None:
+    def attachment_in_force(self) -> AttachmentBase | None:
         """The `AttachmentBase` (the attached recipe) of the model, or None."""
         attaching = self.last()
         return None if attaching is None or attaching.is_detached else attaching
@@ -335,7 +335,7 @@ class AttachmentBase:
     def attach(self, change: Callable[[], None]) -> None:
         """Call `change`, which changes the model through `hooks`; undo all its changes if it raises."""
         with self.gate.hold_write_lock("accelerate"):
-            if (other := self.gate.recipe_of_attachment) is not None:
+            if (other := self.gate.attachment_in_force) is not None:
                 raise ModelError(
                     "the model is accelerated already; call detach() on what accelerate returned, then attach anew."
                     if other.model is self.model

@@ -16,7 +16,7 @@ from mmaccel.core.prefill.attention import ForwardPass
 
 
 @contextmanager
-def store_error(errors: dict[int, Exception], number: int) -> Iterator[None]:
+def collect_error(errors: dict[int, Exception], number: int) -> Iterator[None]:
     """Context in which an error is stored as `errors[number]`: what fails in one memory leaves the others."""
     try:
         yield
@@ -75,7 +75,7 @@ class BatchedStreamPass:
     def _each(self, act: Callable[[slice, ForwardPass], object]) -> None:
         for number, (rows, run) in enumerate(self._runs):
             if number not in self.errors:
-                with store_error(self.errors, number):
+                with collect_error(self.errors, number):
                     act(rows, run)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:

@@ -66,7 +66,7 @@ class PromptStreamModel(StreamForwardPasses, PromptAdapter):  # type: ignore[ove
     ) -> None:
         super().__init__(model, family, attachment)
         self._keeper = keeper
-        at_work: Any = self._gate.recipe_of_attachment
+        at_work: Any = self._gate.attachment_in_force
         if attachment is None and at_work is not None and at_work.owner.view is keeper:
             self._attachment = at_work  # the draft is the target itself
         # A video's pixels stay where they are, and go to the device some frames at a time.

@@ -22,7 +22,7 @@ from mmaccel.models.captured_tower import CapturedVisionTower
 from mmaccel.models.fingerprint import ModuleFingerprint, ModuleGraphBuffers, can_fuse_layers
 from mmaccel.models.layer_step import FusedDeltaNetStep, HiddenRows, LayerStep, StepStates, build_layer_steps
 from mmaccel.models.modules import fused_norm
-from mmaccel.models.packed import store_error
+from mmaccel.models.packed import collect_error
 from mmaccel.models.recurrent import RecurrentCacheLayer, StateSlots, copy_tensors, restore_states_on_error
 
 DEVICES = ("cuda",)
@@ -171,7 +171,7 @@ class CapturedStreamSteps:
         counts = [count for _, count, _ in passes]
         errors, slots = dict[int, Exception](), dict[int, list[CacheSlot] | None]()
         for seat, (run, count, _) in enumerate(passes):
-            with store_error(errors, seat):
+            with collect_error(errors, seat):
                 run.state.begin_pass(StreamPass(kind="answer", rows=count))  # type: ignore[union-attr]
                 slots[seat] = run.state.new_kv_slots()  # type: ignore[union-attr]
         self._replays.drop_if_moved(self._watched)
@@ -187,7 +187,7 @@ class CapturedStreamSteps:
             errors |= {rest[n]: error for n, error in failed.items()}
             rows |= zip(rest, made.split([counts[seat] for seat in rest]), strict=True)
         for seat in {*rows} - {*errors}:
-            with store_error(errors, seat):
+            with collect_error(errors, seat):
                 passes[seat][0].state.end_pass()  # type: ignore[union-attr]
         return torch.cat([*rows.values()]), errors
 
@@ -210,7 +210,7 @@ class CapturedStreamSteps:
                 rows = slice(end, end := end + count)
                 if seat in errors:
                     continue
-                with store_error(errors, seat):
+                with collect_error(errors, seat):
                     state = run.state
                     assert isinstance(state, StreamState)
                     if hidden:

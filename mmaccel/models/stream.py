@@ -206,7 +206,7 @@ class StreamForwardPasses:
     @contextmanager
     def hold_model(self) -> Iterator[None]:
         with self._gate.call_without_recipe():
-            if self._gate.recipe_of_attachment is not self._attachment:
+            if self._gate.attachment_in_force is not self._attachment:
                 raise ModelError(
                     "the model is accelerated; detach the recipe before a session uses it, or give the session its own copy."
                 )

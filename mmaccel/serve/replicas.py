@@ -309,7 +309,7 @@ def serve_on_ray(
         _check_room(bundles, least)
         scale |= {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_PACK"}
     serve.start("EveryNode", http_options={"host": settings.host, "port": settings.port})
-    if threading.current_thread() is threading.main_thread():
+    if callable(before) and threading.current_thread() is threading.main_thread():
         # Ray's own handler, which it installs as it begins, ends the process with status 15 and a stack.
         signal.signal(signal.SIGTERM, before)
     deployment = serve.deployment(serve.ingress(app)()).options(

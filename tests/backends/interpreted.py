@@ -20,7 +20,7 @@ DTYPES = [torch.float16, torch.float32] if INTERPRETED else [torch.bfloat16, tor
 
 
 def some(*axes: Iterable[Any]) -> list[Any]:
-    """All cases of the product of `axes`; interpreted, always those alone that hold each value of an axis."""
+    """All cases of the product of `axes`; interpreted, those alone that hold each value of an axis."""
     return product(*axes, together=1 if INTERPRETED else len(axes))
 
 

@@ -46,7 +46,6 @@ def order(
     return row, place + (1 << 33) if wide else place.to(torch.int32)
 
 
-# The first have every leading dimension, pair of blocks, width of places and range.
 @pytest.mark.parametrize("seed", range(12))
 def test_reach(seed: int) -> None:
     """Leading dimensions shared or not, ranges open or not, keys absent, places of either width, blocks of two sizes."""

@@ -50,6 +50,7 @@ def kill() -> None:
     raise Killed
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("kv", "when"),
     [

@@ -40,10 +40,10 @@ def test_a_port_that_is_taken_is_named(call: Call) -> None:
     )
 
 
-def test_a_folder_that_holds_nothing_is_told_before_a_model_is_loaded(call: Call, tmp_path: Path) -> None:
+def test_saves_that_are_no_folder_are_told_of_before_a_model_is_loaded(call: Call, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     told = call.error("serve", "--saves", str(tmp_path / "file"), "--model", "no such model")
-    assert f"--saves: {tmp_path / 'file'} cannot be written (file exists); make it this user's" in " ".join(
+    assert f"--saves: {tmp_path / 'file'} cannot be written (File exists); name a folder" in " ".join(
         told.split()
     )
 
@@ -78,6 +78,7 @@ def test_a_gpu_that_no_draft_would_use_is_refused(words, says, call, tmp_path, s
     assert says or served.serve_on_ray.call_args.args[2:] == ("1", 1, 0.5)
 
 
+@pytest.mark.always
 def test_a_process_serves_and_stops(shipped: Callable[[str], str], tmp_path: Path) -> None:
     """From its start to an answer; SIGTERM ends it as it ends every command."""
     (tmp_path / "keys").write_text("a-key-of-mine\n")
@@ -145,6 +146,8 @@ def test_the_image_is_made_of_what_is_there() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert re.findall(r"ARG EXTRAS=(\w+)", FILE) == ["ray"] and {"ray", "serve"} <= extras.keys()
     copied = [word for line in re.findall(r"^COPY (.+) \S+$", FILE, re.MULTILINE) for word in line.split()]
+    let_in = (ROOT / ".dockerignore").read_text().split()
+    assert {f"!{one}" for one in copied} == {one for one in let_in if one.startswith("!")}
     assert "mmaccel" in copied and all((ROOT / one).exists() for one in copied)
     # All that the build of the package reads is copied before it is installed.
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -120,6 +120,7 @@ def test_memory_is_watched_while_the_length_is_unknown(film: Film, monkeypatch: 
     assert seen[-1] == (24, None)
 
 
+@pytest.mark.always
 def test_memory_follows_the_kept_frames_not_the_film(tmp_path: Path) -> None:
     path = write_film(tmp_path / "long.mp4", 700, height=240, width=320, gop=700)
     code = f"""

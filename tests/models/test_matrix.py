@@ -174,6 +174,7 @@ def test_an_idle_pruner_of_a_draft_is_noticed(monkeypatch: pytest.MonkeyPatch, d
         matrix.check_acted(cell)
 
 
+@pytest.mark.always(every=True)
 @pytest.mark.parametrize("cell", matrix.covering(1, matrix.running(matrix.OTHERS)), ids="-".join)
 def test_each_part_acts_in_other_families(cell: matrix.Cell) -> None:
     matrix.check_acted(cell, 2)
@@ -263,6 +264,7 @@ def cells() -> list[Any]:
     return [*some, *rest]
 
 
+@pytest.mark.always(every=True)
 @pytest.mark.parametrize("cell", cells(), ids="-".join)
 def test_it_is_the_plain_model(cell: Cell) -> None:
     check(cell)

@@ -289,7 +289,7 @@ def budget(model: Any, inputs: dict[str, Any]) -> list[float]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.always(every=True)
 @pytest.mark.parametrize("family", sorted(BUILD))
 def test_two_processes_give_what_one_gives(family: str, ranks: list[dict[str, Any]]) -> None:
     model, inputs = model_of(family), prompt(family, PROMPTS["long"])
@@ -309,6 +309,7 @@ def test_the_frames_of_a_film_are_shared_too(family: str, ranks: list[dict[str, 
     assert max(float((x - logits).abs().max()) for x in found) <= allowed
 
 
+@pytest.mark.always
 def test_a_batch_and_a_model_with_deepstack(ranks: list[dict[str, Any]]) -> None:
     deep = model_of("qwen3_vl"), prompt("qwen3_vl", PROMPTS["long"])
     for name, model, inputs in (("twice", model_of("llava"), twice()), ("deep", *deep)):
@@ -356,6 +357,7 @@ def test_fifty_prompts_get_the_same_greedy_tokens(tmp_path: Path, device: str) -
         assert all(map(torch.equal, rank, one))
 
 
+@pytest.mark.always
 def test_every_recipe_that_runs_gives_the_answer_of_one_process(ran: Any) -> None:
     one, ranks = ran
     for name in ("plain", *SHARDED, "batch"):

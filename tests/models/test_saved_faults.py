@@ -72,6 +72,7 @@ WRONG: list[dict[str, Any]] = [
 """Each fact as it cannot be; ...: it is missing."""
 
 
+@pytest.mark.always
 def test_facts_that_cannot_be_are_refused(tmp_path: Path) -> None:
     """Also where their checksum is right, and in a file of the version that had none."""
     path = saved(tmp_path / "whole") / "session.json"
@@ -122,6 +123,7 @@ def test_a_saved_memory_that_cannot_be_opened_is_told_with_its_folder(tmp_path: 
         assert len(warned) == 1
 
 
+@pytest.mark.always
 def test_no_bit_of_the_facts_goes_unseen(tmp_path: Path) -> None:
     path = saved(tmp_path / "whole", "recent") / "session.json"
     data, seen = path.read_bytes(), 0

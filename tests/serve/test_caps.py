@@ -99,6 +99,7 @@ def site(film: bytes, request: Any) -> None:
     request.wfile.write(film)
 
 
+@pytest.mark.always
 def test_http_sources_have_caps(tmp_path: Path) -> None:
     film = write_film(tmp_path / "film.mp4", 12).read_bytes()
     limits = Limits(source_bytes=1 << 20, source_seconds=0.5, redirects=2)

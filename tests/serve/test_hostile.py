@@ -263,6 +263,7 @@ def test_the_page_s_folder_is_all_that_is_shown(client: Any, path: str) -> None:
 # --- Words ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.always
 def test_words_cannot_become_special_tokens(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """A question that writes the chat's marks is so many words, under generate, on a kept video and on a stream."""
     _, processor = loaded()

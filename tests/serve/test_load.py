@@ -109,6 +109,7 @@ def test_a_busy_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [one.result().status_code for one in found] == [200, 200]
 
 
+@pytest.mark.always
 def test_one_caller_does_not_keep_another_waiting() -> None:
     """Twenty requests of one key, then one of another: it is answered before most of them."""
     asked = body(max_tokens=1, mmaccel={"recipe": "fastv"})
@@ -150,6 +151,7 @@ def test_a_client_that_sends_slowly_is_cut_off_and_holds_nobody_up() -> None:
             one.close()
 
 
+@pytest.mark.always
 def test_a_client_that_reads_slowly_holds_nobody_up(served: Served) -> None:
     asked = json.dumps(body("Describe the video.", 4, stream=True, max_tokens=24)).encode()
     slow = [raw(served) for _ in range(6)]
@@ -258,6 +260,7 @@ def test_out_of_memory_in_one_request_leaves_the_others(
     assert client.post(f"{path}/ask", json={"question": QUESTION}).status_code == 200
 
 
+@pytest.mark.always
 def test_a_request_ends_with_its_time() -> None:
     with running(Settings(limits=Limits(seconds=0.6)), model=without_end()) as served:
         for recipe in ("fastv", "mosaic", "dense"):

@@ -118,6 +118,7 @@ def test_text_stands_beside_frames(client: Any) -> None:
         assert posted(client, f"{again}/ask", question=QUESTION, between=[3, 5])["lines"] == told["lines"]
 
 
+@pytest.mark.always
 def test_a_saved_stream_goes_on(client: Any) -> None:
     one = opened(client, 30)
     said = client.post(f"{one}/ask", json={"question": QUESTION}).json()

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 MEASURED = Path(__file__).with_name("seconds.json")
-ONE, ANY = 1.0, 0.25
-"""Seconds: of the one case of a test that stays, and of any case that stays."""
+ONE, ANY = 1.0, 0.2  # seconds
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,8 +13,6 @@ from mmaccel.core.registry import DEFAULTS, KINDS, registry
 from tests import python
 from tests.house import FILES, PACKAGE
 
-pytestmark = pytest.mark.always(every=True)
-
 # Names of policies that are words too: in a sentence of core they are the word, but for where a sentence names a policy.
 WORDS = ("attention", "dense", "frames", "full", "other", "tree", "window")
 # The registry asks classes of every kind, some of which are no policies, for what policies declare.
@@ -64,6 +62,7 @@ def knows(source: str, names: set[str]) -> list[str]:
     return found
 
 
+@pytest.mark.always
 def test_core_knows_no_policy() -> None:
     """No text in core names a policy, a family or an index, and no code asks for one by its name or by its fields."""
     names = {name for kind in KINDS for name in registry(kind)}
@@ -183,6 +182,7 @@ def stale(sources: Mapping[str, str]) -> list[str]:
     return [f"{name}: {one}" for name, one in left if not THEIRS.fullmatch(one)]
 
 
+@pytest.mark.always
 def test_docstrings_name_what_there_is() -> None:
     assert stale({str(path): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}) == []
     assert stale({"a.py": 'def new():\n    """As `old` and `new` do, and `other.new()`."""'}) == ["a.py: old"]
@@ -203,6 +203,7 @@ def run(code: str, blocked: tuple[str, ...] = ()) -> str:
     return python("-c", BLOCK.format(blocked=set(blocked)) + code).stdout
 
 
+@pytest.mark.always
 def test_import_loads_no_heavy_package_and_starts_no_device_and_help_no_model_code() -> None:
     """A room is open when it is asked for."""
     code = """

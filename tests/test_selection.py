@@ -19,7 +19,7 @@ def run(pytester: pytest.Pytester, *options: str) -> list[str]:
     return [line.split("[")[1].split("]")[0] for line in told.outlines if " PASSED " in line]
 
 
-PLAIN = ([0.25, 9, 0], "02"), ([1, 9], "0"), ([1.01], ""), ([0.26, 0.26, 1], "0")
+PLAIN = ([0.2, 9, 0], "02"), ([1, 9], "0"), ([1.01], ""), ([0.21, 0.21, 1], "0")
 MARKED = ("always", [9, 9], "1"), ("always(every=True)", [9, 9], "01"), ("slow", [0, 0], "")
 
 

@@ -140,9 +140,12 @@ def cells(families: Sequence[str] = AXES["family"]) -> Iterator[Cell]:
             yield cell
 
 
-def running(families: Sequence[str] = AXES["family"]) -> list[Cell]:
-    """Those that are not refused."""
-    return [cell for cell in cells(families) if refusal(cell) is None]
+@functools.cache
+def running(*families: str) -> tuple[Cell, ...]:
+    """Those that are not refused, of the families of the axis by default."""
+    some = [cell for cell in cells([""]) if refusal(cell) is None]
+    every = (Cell(family, *cell[1:]) for family in families or AXES["family"] for cell in some)
+    return tuple(cell for cell in every if cell.family not in OTHERS or refusal(cell) is None)
 
 
 RUNS = {"generate": 1, "session": 1, "batch": 4}
@@ -152,7 +155,7 @@ RUNS = {"generate": 1, "session": 1, "batch": 4}
 def covering(strength: int, fine: Iterable[Cell] | None = None, seed: int = 18) -> list[Cell]:
     """Cells of `fine` (None: all that run, of the families of the axis) holding all choices of `strength` axes that any of
     them holds, found greedily: those that hold most for the time they take."""
-    fine = running() if fine is None else list(fine)
+    fine = list(running() if fine is None else fine)
     axes = [operator.itemgetter(*some) for some in itertools.combinations(range(len(AXES)), strength)]
     left = {(n, choices(cell)) for n, choices in enumerate(axes) for cell in fine}
 

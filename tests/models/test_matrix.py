@@ -175,7 +175,7 @@ def test_an_idle_pruner_of_a_draft_is_noticed(monkeypatch: pytest.MonkeyPatch, d
 
 
 @pytest.mark.always(every=True)
-@pytest.mark.parametrize("cell", matrix.covering(1, matrix.running(matrix.OTHERS)), ids="-".join)
+@pytest.mark.parametrize("cell", matrix.covering(1, matrix.running(*matrix.OTHERS)), ids="-".join)
 def test_each_part_acts_in_other_families(cell: matrix.Cell) -> None:
     matrix.check_acted(cell, 2)
 
@@ -201,7 +201,7 @@ def test_each_part_acts_three_at_a_time(part: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", matrix.OTHERS)
 def test_each_part_acts_two_at_a_time_in_each_family(family: str) -> None:
-    check_all(matrix.covering(2, matrix.running([family])))
+    check_all(matrix.covering(2, matrix.running(family)))
 
 
 FRAMES, TOKENS, WIDE = 18, 8, 1 << 20
@@ -225,9 +225,8 @@ EXCEPTIONS: dict[str, str] = {}
 """Memories that merge or drop by design, whatever room they have, and why."""
 CELLS = [
     cell
-    for cell in matrix.cells()
+    for cell in matrix.running()
     if cell.own == cell.prune == "none" and cell.use != "batch" and cell.kv not in EXCEPTIONS
-    if matrix.refusal(cell) is None
 ]
 
 

@@ -1,4 +1,4 @@
-# Every target makes its own virtual environment, so that a fresh machine needs nothing but Python and make.
+# Targets make the virtual environment that they need, so that a fresh machine needs nothing but Python and make.
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -51,13 +51,14 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS)
 
-# One shard of the slow tests, by the number of the commit (in a shallow clone by its time); SHARDS=1 runs all, in hours.
+# One shard of the slow tests, picked by the count of commits (in a shallow clone by the clock); SHARDS=1 runs all, in hours.
 SHARDS ?= 12
 SHARD ?= $(shell [ "$$(git rev-parse --is-shallow-repository 2>/dev/null)" = false ] && git rev-list --count HEAD || date +%s)
 test-shard: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS) -m 'slow and not gpu and not page' --shard $(SHARD)/$(SHARDS)
 
-# What each test takes, all anew, written in tests/seconds.json, by which tests/selection.py says which are slow.
+# Empties tests/seconds.json, runs all tests but gpu and page, then all cases of the kernels in Triton's interpreter, and writes
+# what took more than 0.2 s: tests/selection.py reads it.
 test-seconds: $(STAMP)
 	echo '{}' > tests/seconds.json
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS) -m 'not gpu and not page' --write-seconds

@@ -1,9 +1,9 @@
 """Which tests run by default, and which by shards.
 
-What is `slow` the default run leaves out: what its source marks so, and what takes long by `seconds.json`. There a case
-stays that takes at most `ANY` seconds. Of each test one stays that takes at most `ONE`; however long it takes, where the
-source says `always`; and all stay where that says `always(every=True)`. With `--long` all stay that their source does not
-mark. `--shard K/N` runs the K-th of N parts of what was chosen: `make test-shard` runs one of all that is slow.
+The default run skips what is `slow`: what the source marks so, and cases that `seconds.json` says took more than `ANY`
+seconds. Of each test's cases of at most `ONE` seconds one runs all the same, picked by a hash of the test's name.
+`always` lets one case run however long it takes, `always(every=True)` every case. `--long` leaves `seconds.json` aside.
+`--shard K/N` splits the chosen tests into N parts by a hash of their names, and runs part K modulo N: `make test-shard`.
 """
 
 import json
@@ -19,7 +19,7 @@ ONE, ANY = 1.0, 0.2  # seconds
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run too what is slow by tests/seconds.json alone")
+    parser.addoption("--long", action="store_true", help="leave tests/seconds.json aside")
     parser.addoption("--shard", metavar="K/N", help="run the K-th of N parts of the chosen tests")
     parser.addoption("--write-seconds", action="store_true", help="write tests/seconds.json")
 
@@ -45,7 +45,7 @@ def pytest_take_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _leave_long_ones_out(cases: list[Any], seconds: dict[str, float]) -> None:
-    """Mark `slow` what takes long of the cases of a test; which one stays hangs on the test's name."""
+    """Mark long cases of a test `slow`, but for the one that a hash of the test's name picks."""
     takes = {case: seconds.get(case.nodeid.partition("::")[2], 0.0) for case in cases}
     left = [case for case in cases if not case.get_closest_marker("slow")]
     able = [case for case in left if takes[case] <= ONE or case.get_closest_marker("always")]
@@ -57,7 +57,7 @@ def _leave_long_ones_out(cases: list[Any], seconds: dict[str, float]) -> None:
 
 
 class Stopwatch:
-    """Writes what each test took that passed, without its fixtures: if the first to use one leaves, the next one pays."""
+    """Writes the seconds of each test that passed, without its fixtures: the first test that uses one would pay for all."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, float]] = json.loads(MEASURED.read_text(encoding="utf-8"))

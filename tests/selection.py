@@ -7,6 +7,7 @@ seconds. Of each test's cases of at most `ONE` seconds one runs all the same, pi
 """
 
 import json
+import re
 import zlib
 from itertools import groupby
 from pathlib import Path
@@ -37,8 +38,6 @@ def pytest_take_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Obey `--shard`, after `-m` and `-k`."""
     if given := config.getoption("--shard"):
         number, _, shards = given.partition("/")
-        if not (number.isdigit() and shards.isdigit() and int(shards)):
-            raise pytest.UsageError(f"--shard: {given!r} is not K/N; give two whole numbers, as 3/12.")
         mine = [zlib.crc32(item.nodeid.encode()) % int(shards) == int(number) % int(shards) for item in items]
         config.hook.pytest_deselected(items=[item for item, own in zip(items, mine, strict=True) if not own])
         items[:] = [item for item, own in zip(items, mine, strict=True) if own]
@@ -75,5 +74,8 @@ class Stopwatch:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    given = config.getoption("--shard")
+    if given and not re.fullmatch(r"\d+/[1-9]\d*", given):
+        raise pytest.UsageError(f"--shard: {given!r} is not K/N; give two whole numbers, as 3/12.")
     if config.getoption("--write-seconds") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Stopwatch())

@@ -316,7 +316,7 @@ def test_a_setting_in_which_nothing_is_found_fails_with_a_sentence(monkeypatch, 
     monkeypatch.setattr(sys, "argv", ["numeric", str(tmp_path)])
     assert numeric.main() == 1
     said = capfd.readouterr().out
-    assert "ATEN_CPU_CAPABILITY=default: failed, no test marked `numeric` was found" in said
+    assert "ATEN_CPU_CAPABILITY=default: no test marked `numeric(by='torch')` was found" in said
     assert "NO=SUCH: left out, this processor has" in said
     other.write_text("import pytest\n@pytest.mark.numeric(by='torch')\ndef test_it():\n    pass\n")
     assert numeric.main() == 0 and "default: passed, " in capfd.readouterr().out

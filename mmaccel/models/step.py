@@ -17,6 +17,7 @@ from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.memory.kv import CacheSlot, StreamPass, StreamState
 from mmaccel.core.prefill.attention import ForwardPass
+from mmaccel.core.streams.fair_lock import fair_lock_of
 from mmaccel.models.cache_table import CacheTable, can_read_cache_table, padded_count
 from mmaccel.models.captured_tower import CapturedVisionTower
 from mmaccel.models.fingerprint import ModuleFingerprint, ModuleGraphBuffers, can_fuse_layers
@@ -69,6 +70,7 @@ class CapturedStreamSteps:
 
     def __init__(self, model: nn.Module, family: Any) -> None:
         self.model, self._family = model, family
+        self._turns = fair_lock_of(family.text_model(model))
         self._shape, self._known, self._sure = family.geometry(model), False, False
         self._watched: ModuleFingerprint | None = None
         self._choices: Any = None
@@ -143,7 +145,6 @@ class CapturedStreamSteps:
         each layer, if one graph can run all layers (an answer); None: a graph for each part of the layers (a question)."""
         if slots is None and run.check is not None:
             run.check()
-            # No other pass may come in between from here on: it would write over the buffers of this one.
             run = replace(run, check=None)
         self._replays.drop_if_moved(self._watched)
         states: list[RecurrentCacheLayer] = [] if running is None else [*running.states.values()]
@@ -151,7 +152,7 @@ class CapturedStreamSteps:
             carried = self._carried(states, len(embeds)) if states else None
             if slots is not None:
                 return self._answer([slots], embeds, [len(embeds)], carried)
-            out, errors = self._run([(run, len(embeds), hidden)], embeds, carried)
+            out, errors = self._run([(run, len(embeds), hidden)], embeds, carried, yields=True)
             for error in errors.values():
                 raise error
         return out
@@ -192,7 +193,7 @@ class CapturedStreamSteps:
         return torch.cat([*rows.values()]), errors
 
     def _run(
-        self, passes: Passes, embeds: Tensor, carried: StepStates | None = None
+        self, passes: Passes, embeds: Tensor, carried: StepStates | None = None, yields: bool = False
     ) -> tuple[Tensor, dict[int, Exception]]:
         errors = dict[int, Exception]()
         shape, n, dtype, x = self._shape, len(embeds), embeds.dtype, self._entered(embeds)
@@ -204,6 +205,8 @@ class CapturedStreamSteps:
         self._replays(("enter", width), enter, lies, lasting=False)
         self._angles.clear()
         for number in range(len(self._layers)):
+            if yields:
+                self._turns.yield_to_answers(apart=True)  # others would write over the buffers of this pass
             end, whole = 0, False
             attended = room("attended", (width, heads * size), dtype)
             for seat, (run, count, hidden) in enumerate(passes):

@@ -34,7 +34,8 @@ from tests.spies import beside, finish
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for the streams of a device, and for what enters them."""
-    monkeypatch.setattr(replay, "_side", mock.MagicMock())
+    for name in ("_side", "_create_handles"):
+        monkeypatch.setattr(replay, name, mock.MagicMock())
     for name in ("current_stream", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     for name in ("device", "stream"):
@@ -101,6 +102,7 @@ def test_what_is_replayed_on_two_streams_is_captured_on_two(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: now)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(replay, "_create_handles", id)
     replay._side.cache_clear()
     for now.cuda_stream, now.priority in 2 * ((0, 0), (5, -1)):
         replay.capture_graph(lambda: None, torch.device("cuda"), None)
@@ -246,8 +248,10 @@ def test_what_comes_to_lie_where_something_lay_is_what_a_replay_reads(monkeypatc
 
 
 def test_a_failed_capture_is_over_and_leaves_nothing_behind(monkeypatch, side: None) -> None:
-    """Shown with stand-ins for streams and graphs, for a device cannot be broken."""
-    made: list[Any] = []
+    """Nor its pool recording: shown with stand-ins for streams and graphs, for a device cannot be broken."""
+    made, ended = list[Any](), list[Any]()
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *of: ended.append(of), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     class Graph:
         capturing = False
@@ -271,7 +275,7 @@ def test_a_failed_capture_is_over_and_leaves_nothing_behind(monkeypatch, side: N
     for lasting in (True, False):
         for _ in range(3):
             assert torch.equal(replays(lasting, work, lasting=lasting)[0], torch.ones(1))
-    assert len(made) == 4 and not any(graph.capturing for graph in made)
+    assert len(made) == len(ended) == 4 and not any(graph.capturing for graph in made)
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:

@@ -167,6 +167,31 @@ def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -
     assert asked.over() == ["token", "layer", "token", "layer", "layer", "other", "answered"]
 
 
+def test_a_pass_with_shared_buffers_stands_still_for_tokens_apart_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others would write over what it has in them; and so would those that come while it stands still."""
+    monkeypatch.setattr(fair_lock, "PATIENCE_S", 0.0)
+    asked = Asked()
+    turns = asked.turns
+
+    def tokens() -> None:
+        turns._apart.add(threading.get_ident())  # as in `token_stream`
+        with turns.hold(token=True):
+            asked("late", token=True)
+            turns.yield_lock()
+            asked.order.append("apart")
+
+    with turns.hold():
+        asked("plain", token=True)
+        turns.yield_to_answers(apart=True)
+        asked(tokens)
+        for _ in range(2):
+            turns.yield_to_answers(apart=True)
+            asked.order.append("layer")
+    assert asked.over() == ["layer", "apart", "layer", "plain", "late"]
+
+
 def test_passes_wait_for_the_device_and_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the device has two passes to run, tokens and questions get turns, and a pass only when the first is done."""
 

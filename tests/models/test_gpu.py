@@ -20,7 +20,7 @@ from tests.backends.interpreted import GPU
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.models.test_check_family import KINDS
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
-from tests.spies import heard
+from tests.spies import beside, finish, heard
 
 pytestmark = GPU
 
@@ -183,6 +183,18 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
                 found.append(torch.stack([logits(session) for _ in range(3)]))
             assert (found[0] - found[1]).abs().max() <= 1e-5
     assert made
+
+
+def test_a_thread_that_ran_no_product_captures_one_after_a_capture_that_failed() -> None:
+    """Each thread has a handle of cuBLAS of its own, and calls of a server are a thread each."""
+    one = torch.eye(8, device="cuda")
+    buffers, found = replay.GraphBuffers(one.device), [one @ one]
+    given = one.device, buffers.pool
+    with pytest.raises(RuntimeError):
+        replay.capture_graph(one.cpu, *given)
+    finish(beside(lambda: found.extend(replay.capture_graph(lambda: 2 * one @ one, *given))))
+    found[1].replay()
+    assert torch.equal(found[2], 2 * one)
 
 
 @pytest.fixture(scope="module", params=sorted(BUILD))

@@ -6,6 +6,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -31,13 +32,28 @@ def capture_graph(work: Callable[[], Any], device: torch.device, pool: Any) -> t
         side = _side(device, now.cuda_stream, now.priority)
         side.wait_stream(now)
         with torch.cuda.stream(side):
+            _create_handles(device)
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                out = work()
-            finally:
-                graph.capture_end()
+                try:
+                    out = work()
+                finally:
+                    graph.capture_end()
+            except BaseException:
+                # Before torch 2.12 a capture that fails leaves its pool recording.
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+                raise
         now.wait_stream(side)
     return graph, out
+
+
+def _create_handles(device: torch.device) -> None:
+    """Give the thread its handles of cuBLAS and cuDNN: a thread that has run no product yet would create them within the
+    capture, which is not allowed there."""
+    torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+    one = torch.ones(1, 8, 1, 1, dtype=torch.half, device=device)
+    torch.conv2d(one, one.expand(8, 8, 1, 1).contiguous())
 
 
 @cache

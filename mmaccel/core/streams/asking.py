@@ -81,8 +81,9 @@ def run_question(
 
     def pause(reading: bool) -> None:
         # Not of `taken` itself, which keeps this function.
-        if gives_way and (gives_way[0] or not reading):
-            adapter.turns.yield_lock(inside=reading)
+        if gives_way:
+            turns = adapter.turns
+            turns.yield_lock(reading) if gives_way[0] or not reading else turns.yield_to_answers()
 
     asking, waiting, positions = adapter.make_question(question), state.waiting_features(), stream.positions
     inside = None if between is None else _units_between(info, *between)

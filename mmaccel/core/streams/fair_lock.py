@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from time import monotonic
@@ -21,7 +21,8 @@ from mmaccel.core.decoding.generate import Speculation
 WAIT_S = 0.05
 """Seconds between two checks of the deadline while a call waits for its turn."""
 PATIENCE_S = 0.02
-"""Seconds that a token waits before a pass stands still for it: with a layer and the token's own step, half of 60 ms."""
+"""Seconds that a token waits before a pass stands still for it: with a layer and the token's own step, half of 60 ms. While
+the device runs a captured pass a token does not wait: the host has little left to launch, and no time to lose by it."""
 
 QUESTION_S = 0.25
 """A question comes before passes of frames that have waited for less: a frame has a second or so until it is asked about."""
@@ -32,9 +33,12 @@ LAUNCHED = 2
 
 
 class _Waiter(NamedTuple):
+    """A thread that waits; `apart`: it runs tokens in `token_stream`, or lets only such tokens go before it."""
+
     thread: int
     event: threading.Event
     since: float
+    apart: bool = False
     token: bool = False
     ahead: float = 0.0
     over: Callable[[], bool] | None = None
@@ -56,6 +60,7 @@ class FairLock:
         self._holder: int | None = None
         self._depth, self._paused, self._jumped = 0, False, False
         self._still: _Waiter | None = None  # the pass that stands still for tokens
+        self._apart = set[int]()  # threads in `token_stream`
         self._behind: Any = None  # when the device has done what came before the last layer
         self._launched = deque[Any]()  # events, when the device has done the passes of frames
         self._token_stream: Any = None
@@ -96,9 +101,12 @@ class FairLock:
         else:
             self._aside(lambda: bool(self._waiting), token=not inside, inside=inside)
 
-    def yield_to_answers(self) -> None:
-        """In the middle of a pass, give turns to answer tokens that have waited for `PATIENCE_S` seconds, nothing else."""
-        self._aside(lambda: self._still is None and self._late() is not None, still=True)
+    def yield_to_answers(self, apart: bool = False) -> None:
+        """In the middle of a pass, give turns to answer tokens that have waited too long (`PATIENCE_S`), nothing else. With
+        `apart`, only to those in `token_stream`: the pass shares buffers with others."""
+        patience = 0.0 if self._launched and not apart else PATIENCE_S
+        late = partial(self._late, self._waiting, patience, apart)
+        self._aside(lambda: self._still is None and late() is not None, still=True, apart=apart)
 
     def yield_between_layers(self, device: torch.device, *_: Any) -> None:
         """Give waiting answer tokens their turns, between two layers of a pass on `device`. While one waits, the host runs
@@ -116,14 +124,19 @@ class FairLock:
         self._aside(lambda: self._still is not None)
 
     def _aside(
-        self, when: Callable[[], bool], token: bool = False, inside: bool = False, still: bool = False
+        self,
+        when: Callable[[], bool],
+        token: bool = False,
+        inside: bool = False,
+        still: bool = False,
+        apart: bool = False,
     ) -> None:
         """Queue as the last one, if the lock is held and `when` says so, and wait for it."""
         with self._lock:
             if self._holder != threading.get_ident() or not when():
                 return
             depth, self._paused = self._depth, self._paused or inside
-            mine = self._queue(token=token)
+            mine = self._queue(token=token, apart=apart)
             self._still = mine if still else self._still
             self._next()
         try:
@@ -189,13 +202,15 @@ class FairLock:
                 self._token_stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
             stream, ready = self._token_stream, torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             ready.record(usual)
-            # Not on the device, where the tokens of other answers would wait too.
-            with self.release_temporarily():
-                ready.synchronize()
+            self._apart.add(threading.get_ident())
             try:
+                # Not on the device, where the tokens of other answers would wait too.
+                with self.release_temporarily():
+                    ready.synchronize()
                 with torch.cuda.stream(stream):
                     yield
             finally:
+                self._apart.discard(threading.get_ident())
                 usual.wait_stream(stream)
 
     def decode_answer(self, one: Speculation, shares: bool, apart: bool = False) -> None:
@@ -245,10 +260,12 @@ class FairLock:
         self._holder, self._depth = (self._holder, self._depth) if mine else (None, 0)
         self._paused, self._still, self.waiting_passes = False, None, []
         self._launched.clear()
+        self._apart.clear()
         self.__dict__.pop("batches", None)
 
-    def _queue(self, **how: Any) -> _Waiter:
-        mine = _Waiter(threading.get_ident(), threading.Event(), monotonic(), **how)
+    def _queue(self, apart: bool = False, **how: Any) -> _Waiter:
+        me = threading.get_ident()
+        mine = _Waiter(me, threading.Event(), monotonic(), apart or me in self._apart, **how)
         self._waiting.append(mine)
         return mine
 
@@ -286,10 +303,10 @@ class FairLock:
             if not self._depth:
                 self._next()
 
-    def _late(self) -> _Waiter | None:
-        """The token that has waited longest, if that is too long; `_lock` is held."""
-        late = monotonic() - PATIENCE_S
-        return next((one for one in self._waiting if one.token and one.since <= late), None)
+    def _late(self, some: Iterable[_Waiter], patience: float, apart: bool = False) -> _Waiter | None:
+        """Of `some` the token that has waited longest, if for more than `patience` seconds; `_lock` is held."""
+        late = monotonic() - patience
+        return next((one for one in some if one.token and one.since <= late and one.apart >= apart), None)
 
     def _next(self) -> None:
         """Give the lock to who has waited longest, every other time to a token that waits for too long; while a pass stands
@@ -299,10 +316,13 @@ class FairLock:
             self._waiting.remove(mine)
             mine.event.set()
         self._drop_done_passes()
-        able = [one for one in self._waiting if self._still is None or one.token or one is self._still]
+        still = self._still
+        able = [
+            x for x in self._waiting if still is None or x is still or (x.token and x.apart >= still.apart)
+        ]
         if len(self._launched) >= LAUNCHED:
             able = [one for one in able if one.over is None]
-        late = None if self._jumped else self._late()
+        late = None if self._jumped else self._late(able, PATIENCE_S)
         self._jumped = late is not None
         if able:
             mine = able[0] if late is None else late

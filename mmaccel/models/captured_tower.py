@@ -1,4 +1,4 @@
-"""`CapturedVisionTower`: the vision tower on one or two frames, as one CUDA graph."""
+"""`CapturedVisionTower`: the vision tower on a few frames, as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from mmaccel.core.adapter import home_device
 from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.models.fingerprint import ModuleFingerprint
 
-FRAMES = 2
-"""Frames at most whose way through the vision tower is captured: of more, the device takes longer than the host."""
+FRAMES = 4
+"""Frames at most whose way through the vision tower is captured, as of the layers: of more, the device takes longer than
+the host."""
 
 
 class CapturedVisionTower:
-    """Runs the vision tower on one or two frames as one CUDA graph, because for so few frames the host takes longer to
-    launch kernels than the device to run them. For families whose tower needs pixels only (`Family.needs_only_pixels`)."""
+    """Runs the vision tower on up to `FRAMES` frames as one CUDA graph, because for so few the host takes longer to launch
+    kernels than the device to run them. For families whose tower needs pixels only (`Family.needs_only_pixels`)."""
 
     def __init__(self, model: nn.Module, family: Any) -> None:
         self._model, self._family, self._replays = model, family, CudaGraphCache(home_device(model))

@@ -19,6 +19,7 @@ from mmaccel.core.adapter import ModelView, TokenTree, home_device
 from mmaccel.core.attach import StreamAdapter, adapter_for
 from mmaccel.core.errors import ModelError, check_question
 from mmaccel.core.layout import PositionIds
+from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.memory.kv import StreamState
 from mmaccel.core.prefill.attention import PASS, AttentionConfig, ForwardPass
 from mmaccel.core.prefill.prune import TokenPruner
@@ -286,8 +287,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
         return (height, width) == size or self._unit((height, width))[0] == self._unit(size)[0]
 
     def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        if not self.accepts_frames(frames, size):
-            frames = self.resize_frames(frames, size)
+        frames = frames if self.accepts_frames(frames, size) else self.resize_frames(frames, size)
         if self.device.type == "cuda" and not frames.is_cuda:
             frames = frames.pin_memory().to(self.device, non_blocking=True)  # without waiting for the device
         seen, unit = self._unit(size)
@@ -340,10 +340,10 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
             ids, plain = self._chat(check_question(question))[1], self._template[1]
         begin = prefix_length(ids, plain)
         end = prefix_length(ids[begin:][::-1], plain[begin:][::-1])
-        return torch.tensor(ids, device=self.device), (begin, len(ids) - end)
+        return on_device(ids, self.device), (begin, len(ids) - end)
 
     def text_ids(self, text: str) -> Tensor:
-        return torch.tensor(tokenize_plainly(self.processor.tokenizer, text), device=self.device).long()
+        return on_device(tokenize_plainly(self.processor.tokenizer, text), self.device)
 
     @cached_property
     def _template(self) -> tuple[Tensor, list[int], int]:

@@ -19,6 +19,8 @@ from mmaccel.core.files import checkpoint_io
 # Places beyond what is needed: an eighth, within these bounds, for doubling would waste half the device at 1M tokens; and at
 # least `LEAST` where the caller gives the share.
 ROOM_MIN, ROOM_MAX, LEAST = 256, 8192, 256
+KEPT = 1024
+"""Entries up to which a buffer is never too long."""
 
 
 def grow_buffer(
@@ -64,6 +66,12 @@ def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
     here = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
     pinned = device.type == "cuda" and here.numel() > 0
     return here.pin_memory().to(device, non_blocking=True) if pinned else here.to(device)
+
+
+def is_too_long(used: int, room: int) -> bool:
+    """Whether a buffer with room for `room` entries, of which `used` are left, is worth making anew: captured CUDA graphs
+    that read it are lost then."""
+    return room > max(KEPT, 4 * used)
 
 
 def as_words(*tensors: Tensor) -> list[Tensor]:

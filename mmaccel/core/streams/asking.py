@@ -74,17 +74,16 @@ def run_question(
     if live.ingests:
         raise ModelError("ask: a video is being ingested; ask when that call has ended.")
     info, state, adapter, stream = live.info, live.state, live.adapter, live.stream
-    running = live.running
+    running, turns = live.running, adapter.turns
     deadline = Deadline() if deadline is None else deadline
     meter = Meter(started=deadline.began if concurrent else time.perf_counter())
     gives_way: list[bool] = []
 
     def pause(reading: bool) -> None:
-        # Not of `taken` itself, which keeps this function.
-        if gives_way:
-            turns = adapter.turns
+        if gives_way:  # not of `taken` itself, which keeps this function
             turns.yield_lock(reading) if gives_way[0] or not reading else turns.yield_to_answers()
 
+    turns.wait_for_queue(adapter.device)
     asking, waiting, positions = adapter.make_question(question), state.waiting_features(), stream.positions
     inside = None if between is None else _units_between(info, *between)
     if between is not None and info.times[-1] > between[1]:
@@ -206,7 +205,7 @@ def run_question(
             yield runner
         finally:
             # The scope's end changes what a pass of frames reads.
-            adapter.turns.wait_for_paused_pass()
+            turns.wait_for_paused_pass()
 
 
 def _units_between(info: StreamInfo, begin: float, end: float) -> tuple[int, int]:
@@ -392,6 +391,7 @@ class QuestionRunner(Runner):
                 adapter.turns.decode_answer(one, self.shares, self.apart)
             finally:
                 draft.close()
+        adapter.turns.wait_for_queue(adapter.device)
         if reason == "positions":
             warn(
                 "max_new_tokens: the answer ends early, for the model has no position left (max_position_embeddings); "

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,6 +28,8 @@ QUESTION_S = 0.25
 """A question comes before passes of frames that have waited for less: a frame has a second or so until it is asked about."""
 SHORT_S = 1.0
 """So does what is done before and after a pass, so that passes wait at once."""
+QUERY_S = 0.0005
+"""Seconds between two looks at whether the device has done what is queued."""
 LAUNCHED = 2
 """Captured passes of frames that the device runs or has queued, at most: behind them a question waits on the device."""
 
@@ -149,6 +151,17 @@ class FairLock:
         finally:
             self._depth = depth
             self._paused = self._paused and not inside
+
+    def wait_for_queue(self, device: torch.device) -> None:
+        """Wait until `device` has done what is queued, except tokens in `token_stream`. Only answer tokens get turns until
+        then. The holder calls it before it reads results, which it would else wait for while tokens wait for the lock."""
+        self.wait_for_paused_pass()
+        if device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            while not event.query():  # type: ignore[no-untyped-call]
+                self._aside(lambda: any(one.token for one in self._waiting), still=True)
+                sleep(QUERY_S)
 
     def add_launched_pass(self, out: Tensor) -> Tensor:
         """Note that the holder launched a pass of frames, and return what it gives, `out`. The holder is to call

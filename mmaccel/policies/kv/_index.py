@@ -22,7 +22,7 @@ from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import PositionIds
-from mmaccel.core.memory.buffers import UnitRowMap, on_device
+from mmaccel.core.memory.buffers import UnitRowMap, is_too_long, on_device
 from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import Policy
 from mmaccel.policies.kv._window import Pair
@@ -164,7 +164,8 @@ class Index(ABC):
             return
         kept = (~grow_buffer(self.absent, 0, rows, fill=0, share=0.0)[:rows]).nonzero()[:, 0]
         self._at.keep_rows(rows, kept)
-        self.absent, self._ready, self._fixed = torch.zeros(0, dtype=torch.bool), None, {}
+        self.absent, self._ready = torch.zeros(0, dtype=torch.bool), None
+        self._fixed = {k: x for k, x in self._fixed.items() if not is_too_long(len(kept), max(x.shape))}
         self._keep(kept)
 
     def _known(self) -> int:
@@ -329,7 +330,7 @@ class Index(ABC):
 
     def addresses(self) -> Hashable:
         """Return addresses and shapes of all tensors that searches read; while equal, captured CUDA graphs are valid."""
-        return tuple((one.data_ptr(), one.shape) for one in (*self._places(), *self._fixed.values()))
+        return self._at.gap > 0, *((x.data_ptr(), x.shape) for x in (*self._places(), *self._fixed.values()))
 
     # The stream as a whole.
 

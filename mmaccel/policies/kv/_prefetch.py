@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters
-from mmaccel.core.memory.buffers import QueueMark, on_device
+from mmaccel.core.memory.buffers import KEPT, QueueMark, grow_buffer, on_device
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store import HostStore
 from mmaccel.policies.kv.store.slabs import GatherTable, view_by_unit
@@ -62,8 +62,9 @@ class Prefetcher:
         self._places: dict[str, Tensor] = {}
         self._listed = dict[bool, tuple[Tensor, ...]]()
         with torch.inference_mode(False):
-            # What the host knows: the code from which on there are no slots, and where those of what comes ahead begin.
-            self._known = torch.zeros(2, dtype=torch.long, device=store.device)
+            # What the host knows: the code from which on there are no slots, where those of what comes ahead begin, and the
+            # gap of `UnitRowMap`.
+            self._known = torch.zeros(3, dtype=torch.long, device=store.device)
             # Where the entries of each layer are; the last one is none.
             self._tables = torch.zeros(layers, 0, dtype=torch.long, device=store.device)
             # Of each layer those that are cached.
@@ -97,9 +98,10 @@ class Prefetcher:
         begins, rows = self._begins(), self._store.table.slots_on_device()
         if at.gap != self._gap or (at.gap and at.old is not self._units):
             self._gap, self._units = at.gap, at.old
-            self._old = on_device(torch.from_numpy(at.old), self._store.device)
+            self._old = grow_buffer(self._old, 0, max(len(at.old), KEPT), used=0, share=0.0).fill_(NEVER)
+            self._old[: len(at.old)] = on_device(torch.from_numpy(at.old), self._store.device)
             self._cached.fill_(NEVER)  # of some the store may be rid
-        told = [self._store.slot_count, begins[AHEAD]]
+        told = [self._store.slot_count, begins[AHEAD], self._gap]
         if told != self._told:
             self._told = told
             self._known.copy_(on_device(told, self._store.device))
@@ -121,13 +123,13 @@ class Prefetcher:
     def addresses(self) -> Hashable:
         """Return addresses and shapes of tensors that `location_codes` and others read; CUDA graphs hold while equal."""
         read = self._known, self._tables, self._cached, self._old
-        return self._gap, tuple((one.data_ptr(), one.shape) for one in read)
+        return bool(self._gap), tuple((one.data_ptr(), one.shape) for one in read)
 
     def _rows(self, entries: Tensor) -> Tensor:
         """The table rows of `entries` (see `UnitRowMap`), -1 of -1."""
         if not self._gap:
             return entries
-        row = torch.maximum(entries - self._gap, torch.searchsorted(self._old, entries))
+        row = torch.maximum(entries - self._known[2], torch.searchsorted(self._old, entries))
         return torch.where(entries < 0, entries, row)
 
     def location_codes(self, layer: int, entries: Tensor) -> Tensor:
@@ -138,7 +140,7 @@ class Prefetcher:
         """Return codes [n] for `prefetch`: of predicted `entries` [n] (-1: none), those that only the host holds; -1 for
         others. Afterwards `location_codes` says of these units that they are where `prefetch` copies them to."""
         return clusters.mark_host_slots(
-            self._tables[layer], self._rows(entries), self._known[:1], self._known[1:]
+            self._tables[layer], self._rows(entries), self._known[:1], self._known[1:2]
         )
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
@@ -294,7 +296,7 @@ class Prefetcher:
     def _place(self, name: str) -> Tensor:
         if name not in self._places:
             self._places[name] = self._empty(self._sizes[name])
-            for ahead in (True,) if name == AHEAD else (True, False):
+            for ahead in (True, False) if name == CACHE else (True,):
                 self._listed.pop(ahead, None)
         return self._places[name]
 
@@ -319,12 +321,15 @@ class Prefetcher:
 
     def places(self, ahead: bool = True) -> tuple[Tensor, ...]:
         """Return the device's buffers that codes may speak of; the same object while they stay where they are. Passes of
-        frames read nothing that comes `ahead`, whose buffer grows with questions."""
+        frames read the cache alone: nothing that comes `ahead`, and no copy of the window, which questions make."""
         if ahead not in self._listed:
             # What stands for a place that nothing was written to is not read.
-            blank = self._empty(1)
+            blank, read = (
+                self._empty(1),
+                {name: x for name, x in self._places.items() if ahead or name == CACHE},
+            )
             self._listed[ahead] = tuple(
-                self._places.get(name, blank.expand(units, -1, -1, -1, -1))
+                read.get(name, blank.expand(units, -1, -1, -1, -1))
                 for name, units in self._sizes.items()
                 if ahead or name != AHEAD
             )

@@ -199,7 +199,7 @@ class ClusterIndex(Index):
             count = self.key.shape[1]
             size = pad((~absent).long(), (0, count - end)).repeat(layers, 1)
         room = max(end, self._fixed["owner"].shape[1] if "owner" in self._fixed else 0)
-        room = room if room > end else end + max(int(SPARE * end), PLACES)
+        room = room if room > end else max(2 * PLACES, 1 << end.bit_length())
         number = torch.arange(room, device=self.device)
         if tree.has_clusters:
             owner = pad(self._owner[:, :room], (0, max(0, room - self._owner.shape[1])))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mmaccel.backends.ops.clusters import copy_units, slab_alignment
-from mmaccel.core.memory.kv import grow_buffer
+from mmaccel.core.memory.buffers import grow_buffer, is_too_long
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, mean_variance_and_size, pooled_variance
@@ -249,9 +249,10 @@ class UnitMeans:
     def keep_rows(self, kept: Tensor) -> None:
         """Keep only the units (frames) at rows `kept` [k], as rows 0 .. k - 1; there must be no waiting passes."""
         rows = self.visuals[kept], self.keys[kept], self.values[kept]
-        self._look, self.key_buffer, self._value = self._look[:0], self.key_buffer[:0], self._value[:0]
+        if is_too_long(len(kept), len(self.key_buffer)):
+            self._look, self.key_buffer, self._value = self._look[:0], self.key_buffer[:0], self._value[:0]
         self.units = 0
-        self.append(*rows)
+        self.append(*rows)  # over what the device has read: it has sent the means of all passes
 
     @property
     def visuals(self) -> Tensor:

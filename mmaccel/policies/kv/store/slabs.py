@@ -385,10 +385,7 @@ class GatherTables:
         self._last: GatherTable | None = None
 
     def find(self, places: Sequence[Tensor] = (), held: GatherTable | None = None) -> GatherTable:
-        """Return a filled table of slabs and `places`: `held`, the last one, or a new one; for copies queued from now on.
-        `held` is filled again if its places are others, so that what was captured with it stays valid."""
-        if held is not None and held.places is not places:
-            held.places, held.slabs = places, []
+        """Return a filled table of slabs and `places`: `held`, the last one, or a new one; for copies queued from now on."""
         known = (one for one in (held, self._last) if one is not None and one.places is places)
         table = next(known, None) or GatherTable(places)
         if not table.slabs:

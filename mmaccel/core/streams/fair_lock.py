@@ -21,8 +21,7 @@ from mmaccel.core.decoding.generate import Speculation
 WAIT_S = 0.05
 """Seconds between two checks of the deadline while a call waits for its turn."""
 PATIENCE_S = 0.02
-"""Seconds that a token waits before a pass stands still for it: with a layer and the token's own step, half of 60 ms. While
-the device runs a captured pass a token does not wait: the host has little left to launch, and no time to lose by it."""
+"""Seconds that a token waits before a pass stands still for it: with a layer and the token's own step, half of 60 ms."""
 
 QUESTION_S = 0.25
 """A question comes before passes of frames that have waited for less: a frame has a second or so until it is asked about."""
@@ -104,10 +103,9 @@ class FairLock:
             self._aside(lambda: bool(self._waiting), token=not inside, inside=inside)
 
     def yield_to_answers(self, apart: bool = False) -> None:
-        """In the middle of a pass, give turns to answer tokens that have waited too long (`PATIENCE_S`), nothing else. With
+        """In the middle of a pass, give turns to answer tokens that have waited for `PATIENCE_S` seconds, nothing else. With
         `apart`, only to those in `token_stream`: the pass shares buffers with others."""
-        patience = 0.0 if self._launched and not apart else PATIENCE_S
-        late = partial(self._late, self._waiting, patience, apart)
+        late = partial(self._late, self._waiting, apart)
         self._aside(lambda: self._still is None and late() is not None, still=True, apart=apart)
 
     def yield_between_layers(self, device: torch.device, *_: Any) -> None:
@@ -316,9 +314,9 @@ class FairLock:
             if not self._depth:
                 self._next()
 
-    def _late(self, some: Iterable[_Waiter], patience: float, apart: bool = False) -> _Waiter | None:
-        """Of `some` the token that has waited longest, if for more than `patience` seconds; `_lock` is held."""
-        late = monotonic() - patience
+    def _late(self, some: Iterable[_Waiter], apart: bool = False) -> _Waiter | None:
+        """Of `some` the token that has waited longest, if that is too long; `_lock` is held."""
+        late = monotonic() - PATIENCE_S
         return next((one for one in some if one.token and one.since <= late and one.apart >= apart), None)
 
     def _next(self) -> None:
@@ -335,7 +333,7 @@ class FairLock:
         ]
         if len(self._launched) >= LAUNCHED:
             able = [one for one in able if one.over is None]
-        late = None if self._jumped else self._late(able, PATIENCE_S)
+        late = None if self._jumped else self._late(able)
         self._jumped = late is not None
         if able:
             mine = able[0] if late is None else late

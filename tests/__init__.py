@@ -13,8 +13,7 @@ SOURCES = os.pathsep.join([str(ROOT), str(ROOT / "lab")])
 
 
 def python(*words: str, said: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What Python with these words printed, at the root of the checkout; `said` is its standard input. One that fails is
-    told whole."""
+    """What Python with these words printed, at the root of the checkout; `said` is its input. One that fails is told."""
     done = subprocess.run(
         [sys.executable, *words],
         env={**os.environ, "PYTHONPATH": SOURCES, **environment},

@@ -116,8 +116,7 @@ def kernels_of(path: Path) -> tuple[str, ...]:
 
 
 def imports_between(files: Iterable[Path], kernels: bool = False) -> dict[str, set[str]]:
-    """For each module of `files`, those of them that it imports, lazily or for type checking too; and with `kernels`, those
-    that its operators name."""
+    """For each module of `files`, those that it imports, lazily or for types too; with `kernels`, its operators' as well."""
     names = {module_name(path): path for path in files}
 
     def module(name: str) -> str:

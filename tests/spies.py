@@ -127,8 +127,7 @@ class Largest(TorchDispatchMode):
 def product(
     *axes: Iterable[Any], together: int = 1, where: Callable[..., bool] = lambda *case: True
 ) -> list[Any]:
-    """Cases for `parametrize`, all of a product for which `where` holds; `slow` but for some that hold every choice of
-    `together` axes."""
+    """Cases of a product for which `where` holds; `slow` but for some that hold every choice of `together` axes."""
     values = [list(axis) for axis in axes]
     numbers = itertools.product(*(range(len(axis)) for axis in values))
     cases = [case for case in numbers if where(*(axis[n] for axis, n in zip(values, case, strict=True)))]

@@ -75,8 +75,7 @@ def as_on(row: Architecture, memory: int = MEMORY) -> Iterator[None]:
 
 @contextmanager
 def stopped(compiles: bool, known: Container[str] = ()) -> Iterator[list[tuple[str, Any]]]:
-    """Within, a launch goes no further than to compile its kernel, if that and it is not `known`: (module.kernel, what was
-    compiled) of each."""
+    """Within, a launch only compiles its kernel, if that is not `known`: (module.kernel, what was compiled) of each."""
     found: list[tuple[str, Any]] = []
     run = JITFunction.run
 

@@ -263,8 +263,7 @@ def closer(got: Tensor, said: Tensor, exact: Tensor, sizes: float, K: int) -> No
 def test_a_norm_between_two_products(
     shape: tuple[int, int], kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one product leaves and the next takes up is the norm between them: of widths that fill no block, of more parts
-    than are held at once."""
+    """Between one product and the next is the norm: of widths that fill no block, of more parts than are held at once."""
     (count, wide), K, eps = shape, 48, 1e-5
     if INTERPRETED:
         monkeypatch.setattr(decode, "HELD", 256)

@@ -154,8 +154,7 @@ def patterns() -> list[dict[str, Any]]:
 
 
 def layout_of(tokens: int, batch: int) -> TokenLayout:
-    """Video in frames, of a size that goes with the length, cut by islands of text; all but the last sequence are shorter,
-    with padding before them."""
+    """Video in frames, cut by islands of text; all but the last sequence are shorter, with padding before them."""
     islands = min(8, tokens // 512)
     place = torch.arange(tokens)
     text = place % (tokens // islands) >= tokens // islands * 3 // 4

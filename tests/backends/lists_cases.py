@@ -258,8 +258,7 @@ def test_layers_of_a_pass_share_their_work(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_shares_a_part_of_a_plan_has_its_own() -> None:
-    """Plans in turns that have one tensor in common; what belongs to one that is gone is given back, and what was made
-    before a write is made anew."""
+    """Plans in turns with one tensor in common; what is of one that is gone is given back, what was written is made anew."""
     shared, *others = (torch.full((2,), n, device=DEVICE) for n in range(4))
     made = list[int]()
 

@@ -162,8 +162,7 @@ def test_keys_in_their_order_are_told_as_runs(
 def test_what_follows_from_a_plan_is_made_once(
     rows: int | None, inference: bool, calls: list[tuple[Any, ...]]
 ) -> None:
-    """For all layers whose plans follow from the layouts alone, also where their last rows are cut off. A copy starts
-    anew."""
+    """For all layers whose plans follow from the layouts alone, also with their last rows cut off. A copy starts anew."""
     pattern = AShape(sink=9, window=40, block=64)
     with torch.inference_mode(inference):
         tensors, layout = ALONE.tensors(torch.float16), ALONE.layout()
@@ -198,8 +197,7 @@ def test_nothing_is_read_back(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("window", [False, True])
 def test_another_backend_serves_what_is_declined(calls: list[tuple[Any, ...]], window: bool) -> None:
-    """A span with a bias or keys of its own, and a window: the operator of the plan's backend is passed over, its function
-    refuses."""
+    """A span with a bias or keys of its own, and a window: the plan's operator is passed over, its function refuses."""
     plan = random_plan(3, blocks=(64, 64))
     plan = plan.limit_to_window(4, 20) if window else with_extras(plan, 2, 16, 3)
     tensors = [t.half() for t in draw(plan, 2, 16, 3)]

@@ -83,8 +83,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @pytest.mark.parametrize("dense", [(), (1, 2)])
 def test_a_planned_layer(dense: tuple[int, ...]) -> None:
-    """The pairs of the pattern, those behind each row in its image, heads that a table leaves dense, and a dense tail that
-    begins within an image."""
+    """The pattern's pairs, those behind each row in its image, dense heads of a table, and a tail begun within an image."""
     kernel = (triton if INTERPRETED else reference).op
     query, key, value = tensors(1)
     told = layout()

@@ -1,5 +1,4 @@
-"""Recipes: from names, files and mappings, and the sentences of wrong ones; which choices exclude each other,
-told by what each declares."""
+"""Recipes: from names, files and mappings; the sentences of wrong ones; which choices exclude each other."""
 
 import dataclasses
 import json

@@ -91,17 +91,13 @@ def test_what_is_replayed_on_two_streams_is_captured_on_two(monkeypatch: pytest.
         used.append((side.number, side.priority))
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.MagicMock)
-    monkeypatch.setattr(
-        torch.cuda,
-        "Stream",
-        lambda priority: SimpleNamespace(
-            number=(n := next(number)), cuda_stream=9 + n, priority=priority, wait_stream=id
-        ),
-    )
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "stream", stream)
+    def new(priority: int) -> Any:
+        n = next(number)
+        return SimpleNamespace(number=n, cuda_stream=9 + n, priority=priority, wait_stream=id)
+
+    told = dict(CUDAGraph=mock.MagicMock, Stream=new, current_stream=lambda: now, stream=stream)
+    for name, one in {**told, "device": lambda _: contextlib.nullcontext()}.items():
+        monkeypatch.setattr(torch.cuda, name, one)
     monkeypatch.setattr(replay, "_create_handles", id)
     replay._side.cache_clear()
     for now.cuda_stream, now.priority in 2 * ((0, 0), (5, -1)):

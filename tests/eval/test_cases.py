@@ -1,5 +1,4 @@
-"""Questions about worlds, worlds as files, and captions under teacher forcing; the model card's table: its rows,
-their bounds, and how they are written."""
+"""Questions about worlds, worlds as files, captions under teacher forcing; the model card's table, its rows and bounds."""
 
 import itertools
 from collections import Counter

@@ -149,8 +149,7 @@ def send(request: Any, data: bytes, share: int = 1) -> None:
 
 @contextmanager
 def halting(data: bytes, path: Path, pieces: int = 2, pause: float = 20.0) -> Iterator[threading.Event]:
-    """Write `data` to `path` in pieces, with a pause after each until the event is set, which the end sets too; the file is
-    open all the while."""
+    """Write `data` to `path` in pieces, with a pause after each until the event or the end; the file stays open."""
     go = threading.Event()
 
     def write() -> None:

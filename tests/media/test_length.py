@@ -164,8 +164,7 @@ READABLE = [name for name, case in CASES.items() if not case.fails]
 
 
 def expected(case: Odd, shown: Sequence[float]) -> list[int]:
-    """Which of the frames `shown` each tick should have: the nearest, of two as near the earlier; one that is to come
-    only within half a tick."""
+    """Which of the frames `shown` each tick should have: the nearest, of two the earlier; a later one within half a tick."""
     found = []
     for tick in itertools.count():
         time = tick / case.fps

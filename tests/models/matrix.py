@@ -227,8 +227,7 @@ Said = tuple[tuple[int, ...], ...]
 def answers(
     target: Any, processor: Any, recipe: Recipe, use: str, prompts: Any, tokens: int
 ) -> tuple[list[list[int]], mmaccel.Report]:
-    """The new ids for each of `prompts`, to a session for the film and the question of the first, and the report. What warns
-    is no cell that runs."""
+    """The new ids for each of `prompts`, to a session for the first's film and question, and the report; no warning."""
     with warnings.catch_warnings(action="error", category=MmaccelWarning):
         if use == "session":
             with mmaccel.VideoSession(target, processor, recipe) as session:

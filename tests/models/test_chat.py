@@ -1,5 +1,4 @@
-"""What `chat` takes, one prompt or a batch of them with a video each; wrong arguments, templates that fail, and special
-tokens in a question."""
+"""What `chat` takes, one prompt or a batch, with videos; wrong arguments, failing templates, special tokens in words."""
 
 import json
 import sys

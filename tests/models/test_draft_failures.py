@@ -1,5 +1,4 @@
-"""What goes wrong in a draft, which fails, is slow or is killed, costs the draft, never the answer; STD drafts from what
-its paper says."""
+"""What goes wrong in a draft, which fails, is slow or killed, costs the draft, never the answer; STD as in its paper."""
 
 import os
 import signal

@@ -241,8 +241,7 @@ def test_pieces_of_a_batch_and_with_gradients(model: torch.nn.Module, monkeypatc
 
 
 def test_a_prompt_in_chunks_keeps_the_hidden_state_that_is_read(family, monkeypatch):
-    """A runner reads the last token's: no more is kept of a prompt. All other calls get all rows, and so do steps that
-    verify more tokens than a chunk has."""
+    """A runner reads the last token's: no more is kept. Other calls get all rows; so do steps that verify many."""
     name, model = family
     inputs, told = prompt(name, PROMPTS["long"]), {"max_new_tokens": 80, "do_sample": False}
     plain, whole = model.generate(**inputs, **told), logits(model, inputs)

@@ -1,5 +1,4 @@
-"""A stored video taken in by `ingest`: its frames see all frames before them, whatever the memory's window, or what the
-recipe's pattern lists of them."""
+"""A stored video taken in by `ingest`: frames see all before them, whatever the window, or what the pattern lists."""
 
 from dataclasses import replace
 from pathlib import Path

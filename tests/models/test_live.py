@@ -1,5 +1,4 @@
-"""A stream under asyncio, and a standing question: what is awaited or told of is what a session says at the same
-moments."""
+"""A stream under asyncio, and a standing question: each says what a session says at the same moment."""
 
 import asyncio
 import functools

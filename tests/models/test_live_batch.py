@@ -43,8 +43,7 @@ def news(number: int) -> torch.Tensor:
 
 
 def at_once(sessions: list[mmaccel.VideoSession]) -> list[Any]:
-    """Have each watch its news in a thread of its own, which finds the model's turn taken until all wait for it; what they
-    return or raise."""
+    """Each watches its news in a thread of its own; all wait for the model at once. What they return or raise."""
     works = [lambda n=n, one=one: one.watch(news(n), fps=FPS) for n, one in enumerate(sessions)]
     turns = sessions[0]._stream_adapter.turns
     with ThreadPoolExecutor(len(works)) as pool:

@@ -1,5 +1,4 @@
-"""A conversation with a stream: messages, history, images, how the tokens of an answer are chosen, and answers in JSON by a
-schema."""
+"""A conversation with a stream: messages, history, images, how tokens are chosen, and answers in JSON by a schema."""
 
 import builtins
 import json

@@ -1,5 +1,4 @@
-"""Drafting changes no token: up to the last position, by a language model without eyes, and in batches, in which a draft
-rests until it is measured to pay."""
+"""Drafting changes no token: up to the last position, by a text model, and in batches, where a draft rests until it pays."""
 
 import copy
 from collections.abc import Callable

@@ -140,8 +140,7 @@ def test_a_later_turn_is_one_whole_prompt_and_reads_no_video(kv: str, name: str,
 
 
 def test_another_question_on_the_same_video(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversation that parts from the one before in its words alone goes on as well, in any order. A draft is told what
-    the two have in common."""
+    """A conversation that parts from the one before in words alone goes on too. A draft is told what both share."""
     name = "random-ov"
     processor = pair(name)[1]
     wholes = [

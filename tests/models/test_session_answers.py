@@ -1,5 +1,4 @@
-"""Answers of a session: how they end (finish reason, the model's positions, deadlines), and what they are based on, against
-planted truth."""
+"""Answers of a session: how they end (finish reason, positions, deadlines), and what they rest on, against planted truth."""
 
 import functools
 import threading

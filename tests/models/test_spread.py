@@ -241,8 +241,7 @@ def test_it_answers_as_on_one_device(name: str, kv: str, way: str) -> None:
 
 
 def test_a_device_gets_what_is_of_its_pass_when_the_others_have_theirs() -> None:
-    """What is sent to a device waits for what it has to do. So would a first device that sent it before its own layers, or
-    got the last layer's rows."""
+    """What is sent to a device waits for what it has to do; so would a first device that got rows too early."""
     model, processor = pair("random-ov", 4)
     spread, order = copy.deepcopy(model), list[Any]()
     loading.spread_layers_over_devices(spread, [CPU, OTHER])

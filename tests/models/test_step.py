@@ -1,5 +1,4 @@
-"""Steps whose layers are computed without their modules: five operators a layer, whoever runs it, the same words, and
-only where that is sound."""
+"""Steps computed without modules: five operators a layer, whoever runs it, the same words, and only where that is sound."""
 
 import copy
 import threading
@@ -154,8 +153,7 @@ def test_a_layer_of_a_question_is_six_operators(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("repeated")
 def test_what_is_captured_serves_every_stream_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By tables of where caches lie: a second stream captures nothing of the layers, alone or in a batch, and says what it
-    says without captures."""
+    """By tables of where caches lie: a second stream captures nothing, alone or in a batch, and says the same."""
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     model, processor = copy.deepcopy(pair("random-ov")[0]), pair("random-ov")[1]
     with ExitStack() as stack:

@@ -1,5 +1,4 @@
-"""Frames on their way into a stream: however many come a call, together or one at a time, it is the same stream; and nothing
-is read back from the device."""
+"""Frames on their way into a stream: it is the same however many come a call; nothing is read back from the device."""
 
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,7 @@ def stills(count: int = 48) -> Tensor:
 
 
 def fields(kv: str) -> dict[str, Any]:
-    """A memory with small budgets, its other fields as they are by default; where passes retrieve, what they store hangs on
-    them by design."""
+    """A memory with small budgets; where passes retrieve, what they store depends on the budgets by design."""
     own = {name: value for name, value in TIGHT[kv].items() if name != "similar"}
     return {**own, **({"encode_frames": 0} if kv == "mosaic" else {})}
 

@@ -1,5 +1,4 @@
-"""Pruners of a prompt on memories: of frames before they are stored, of what a decoded token sees of a stream, and on a
-memory that lets columns go."""
+"""Pruners on memories: of frames before they are stored, of what a decoded token sees, on a memory that lets columns go."""
 
 from __future__ import annotations
 

@@ -66,8 +66,7 @@ others."""
 
 
 def reason(recipe: str, test: str, error: str) -> str:
-    """Why a test fails under `recipe`: one of `REASONS`, "refused: ARGUMENT" for one sentence about an argument of
-    `IMPOSSIBLE`, or "other"."""
+    """Why a test fails under `recipe`: one of `REASONS`, "refused: ARGUMENT" for a sentence about one, or "other"."""
     known = next((name for name, found in REASONS.items() if re.search(found, f"{test} {error}")), None)
     refused = re.match(r"mmaccel\.core\.errors\.\w+: (\w+): .*\.$", error.splitlines()[0] if error else "")
     return known or (f"refused: {refused[1]}" if refused and refused[1] in IMPOSSIBLE[recipe] else "other")

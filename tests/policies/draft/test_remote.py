@@ -175,8 +175,7 @@ STARTS = [0, 2, 4]
 
 
 def test_one_process_serves_several_sequences(target: ModelView) -> None:
-    """Each gets its own answers and no other's, in its own mode: this draft is always right after 4, and half the time
-    after 0."""
+    """Each gets its own answers, in its own mode: this draft is always right after 4, and half the time after 0."""
     choice = Toy(model="32", window=3)
     ids, states, meters = together(target, choice, STARTS)
     for got, start, meter, state in zip(ids, STARTS, meters, states, strict=True):

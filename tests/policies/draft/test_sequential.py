@@ -247,8 +247,7 @@ def test_a_window_ends_where_the_draft_is_not_sure(seed: int, confidence: float)
 
 @pytest.mark.parametrize("heat", [1.5, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_as_many_drawn_tokens_are_kept_as_by_drafting_in_turns(heat: float) -> None:
-    """Random logits, so that the draft is often wrong: with its likeliest token in the place of a drawn one, half as many
-    would be kept."""
+    """Random logits, so that the draft is often wrong: with its likeliest token instead, half as many would be kept."""
     large, small = Triples(V, 0), Triples(V, 1)
     length, kept = 4_000, []
     in_turns = SequentialDraftState(ToyRunner(small), torch.device("cpu"), Sequential(window=1), V)

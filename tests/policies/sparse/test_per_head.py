@@ -92,8 +92,7 @@ class Nearest:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_pattern_that_plans_its_own_way_does_so_among_others(mixed: bool) -> None:
-    """It is made of one that is planned for some heads at once; what it, or a class beside that one, says of a plan is not
-    passed by."""
+    """It is made of one that is planned for some heads at once; what either class says of a plan is heard."""
     bases, own = ((Nearest, VerticalSlash), {}) if mixed else ((VerticalSlash,), {"plan": Nearest.plan})
     Half: Any = type("Half", bases, own)
     layout = TokenLayout.text(1, 96)

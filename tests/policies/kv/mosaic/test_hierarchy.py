@@ -71,8 +71,7 @@ def test_what_is_on_the_device_is_split_at_once(stream: Planted) -> None:
 
 @pytest.mark.parametrize("rare", [(3, 12, 25), (1, 10, 19, 28)])
 def test_what_is_seen_once_at_the_start_has_a_cluster_of_its_own(rare: tuple[int, ...]) -> None:
-    """K-means of the first units has fewer clusters than scenes and leaves rare ones together, whose summary token would be
-    the mean of strangers."""
+    """K-means of the first units leaves rare scenes together, whose summary token would be the mean of strangers."""
     scenes = [0] * 16 + [1] * 24
     for kind, at in enumerate(rare, start=2):
         scenes[at] = kind

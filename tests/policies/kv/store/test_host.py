@@ -304,8 +304,7 @@ def test_work_is_done_at_once_without_streams() -> None:
 
 @pytest.mark.usefixtures("small_rooms")
 def test_the_table_is_as_wide_as_what_is_held(tmp_path: Path) -> None:
-    """A stream without an end, of which the last units are held and two that are pinned. Some are taken back and come
-    again; all are saved and read."""
+    """A stream without an end; the last units are held and two pinned. Some are taken back and come again; all are saved."""
     store, pinned, last = open_store(12), [3, 40], 20
     for unit in range(600):
         fill(store, [unit])

@@ -23,8 +23,7 @@ from .units import LAYERS, UNIT_BYTES, SimLanes, check, check_all, contents, fil
 
 
 def ahead(monkeypatch, fails: Collection[int] = (), **fields: Any) -> tuple[HostStore, list[str]]:
-    """A store of 4 slots a slab, as if pinned; and the threads that made its slabs, of which those numbered in `fails`,
-    from 1, fail."""
+    """A store of 4 slots a slab, as if pinned; and the threads that made its slabs: those in `fails`, from 1, fail."""
     store = open_store(4, **fields)
     own, made = store.slabs, list[str]()
 

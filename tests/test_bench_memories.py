@@ -1,5 +1,4 @@
-"""Benchmarks of memories: rows as they come by several processes, runs that go on, files put together; and of streams on the
-tiny model: the script of their speed table, what a frame waits for."""
+"""Benchmarks of memories: rows by several processes, runs that go on, files put together; and of streams."""
 
 import json
 import math

@@ -289,8 +289,7 @@ if __name__ == "__main__":
     "way", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_nothing_outlives_the_parent(way: signal.Signals, tmp_path: Path) -> None:
-    """An interrupt of the whole group, as a terminal sends it, and where it was ignored, as it is in the background of a
-    shell; or the parent alone is ended."""
+    """An interrupt of the whole group, as a terminal sends it, also where it was ignored; or the parent alone is ended."""
     (tmp_path / "script.py").write_text(SCRIPT)
     path = os.pathsep.join([SOURCES, str(ROOT / "bench")])
     words = ("sh", "-c", 'trap "" INT; exec "$0" script.py', sys.executable)

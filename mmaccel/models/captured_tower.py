@@ -15,8 +15,7 @@ from mmaccel.core.decoding.replay import CudaGraphCache
 from mmaccel.models.fingerprint import ModuleFingerprint
 
 FRAMES = 4
-"""Frames at most whose way through the vision tower is captured, as of the layers: of more, the device takes longer than
-the host."""
+"""Frames at most whose way through the vision tower is captured: of more, the device takes longer than the host."""
 
 
 class CapturedVisionTower:

@@ -1,5 +1,4 @@
-"""What each architecture runs: the table, its page, and every kernel compiled for every row without a device.
-Which backend one gets, and what one is told instead of it."""
+"""What each architecture runs: the table, its page, and every kernel compiled for every row without a device."""
 
 import ast
 import dataclasses

@@ -1,5 +1,4 @@
-"""Every backend against dense attention under the plan's own mask, in float64, without a tensor of every pair; the dense
-operator against its rules, written out pair by pair."""
+"""Every backend against dense attention under the plan's own mask, in float64; the dense operator against its rules."""
 
 from collections.abc import Sequence
 from functools import cache

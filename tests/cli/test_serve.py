@@ -1,5 +1,4 @@
-"""`mmaccel serve`: what it refuses before it loads a model, and a process that answers and stops. What docs/deployment.md
-and the Containerfile name is there: metrics, options, files, extras."""
+"""`mmaccel serve`: what it refuses, and a process that answers and stops; what the deployment page names is there."""
 
 import os
 import re

@@ -204,8 +204,7 @@ def test_a_pattern_runs_within_the_window_of_a_memory(gone: int, tail: int) -> N
 
 
 def test_what_a_memory_leaves_out_of_a_window_is_dense_over_its_view() -> None:
-    """A memory that gave up columns 20 .. 39 and shows 8 first columns and a window of 48, in which some are missing: the
-    pattern, which counts what is there, does not run."""
+    """A memory that gave up columns 20 .. 39 and shows 8 first columns and a window of 48: the pattern does not run."""
     column = torch.cat([torch.arange(20), torch.arange(40, N)])
     query, key, value = tensors(100, N)
     view = KVView(key[:, :, column], value[:, :, column], column=column, sinks=8, window=48)

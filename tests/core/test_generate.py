@@ -218,8 +218,7 @@ def test_a_draft_that_proposes_nonsense_is_dropped(what: str) -> None:
 
 
 def test_the_first_token_is_shown_before_its_draft_hears_of_it() -> None:
-    """A draft in the target's process may read its prompt only then; later tokens are told first to a draft, which may be at
-    work elsewhere while they are read."""
+    """A draft in the target's process may read its prompt only then; later tokens are told first to a draft."""
     said: list[tuple[str, int]] = []
     shown = 0
 

@@ -299,8 +299,7 @@ def query(rows: int, batch: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_bound_is_what_sparse_may_cost(batch: int) -> None:
-    """Blocks three times as dear as dense: a window of 1024 and its sinks win once the prompt is long enough for that; late
-    rows of a long prompt pay sooner."""
+    """Blocks three times as dear as dense: a window of 1024 wins in a long prompt, whose late rows pay sooner."""
     costs = priced(3.0)
     for n in (1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 16):
         listed = RECIPE.sparse.max_blocks_total(n, n) * 64**2

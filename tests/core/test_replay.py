@@ -78,8 +78,9 @@ def test_one_capture_is_over_before_another_begins(monkeypatch: pytest.MonkeyPat
             order.append("end")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(replay, "_create_handles", lambda device: order.append("handles"))
     finish(beside(*[lambda: replay.capture_graph(lambda: None, torch.device("cuda"), None)] * 4))
-    assert order == ["begin", "end"] * 4
+    assert order == ["handles", "begin", "end"] * 4
 
 
 def test_what_is_replayed_on_two_streams_is_captured_on_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,4 @@
-"""Turns are given in the order in which threads asked, and back to who gave way; of a message that leaves from a thread
-nothing is kept, whether it leaves or breaks."""
+"""Turns are given in the order of asking, and back to who gave way; of a message that leaves a thread nothing is kept."""
 
 import gc
 import threading
@@ -7,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -170,26 +170,49 @@ def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -
 def test_a_pass_with_shared_buffers_stands_still_for_tokens_apart_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Others would write over what it has in them; and so would those that come while it stands still."""
+    """Others would write over what it has in them; and so would these over what another of them has."""
     monkeypatch.setattr(fair_lock, "PATIENCE_S", 0.0)
     asked = Asked()
     turns = asked.turns
 
-    def tokens() -> None:
+    def tokens(name: str, others: Sequence[str] = ()) -> None:
         turns._apart.add(threading.get_ident())  # as in `token_stream`
         with turns.hold(token=True):
-            asked("late", token=True)
-            turns.yield_lock()
-            asked.order.append("apart")
+            for other in others:
+                asked(partial(tokens, other))
+            turns.yield_to_answers(apart=True)
+            asked.order.append(name)
 
     with turns.hold():
         asked("plain", token=True)
         turns.yield_to_answers(apart=True)
-        asked(tokens)
-        for _ in range(2):
+        asked(partial(tokens, "first", ["second"]))
+        for _ in range(3):
             turns.yield_to_answers(apart=True)
             asked.order.append("layer")
-    assert asked.over() == ["layer", "apart", "layer", "plain", "late"]
+    assert asked.over() == ["first", "layer", "second", "layer", "layer", "plain"]
+
+
+def test_who_reads_results_waits_for_the_device_and_tokens_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, done = Asked(), threading.Event()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Mock(query=done.is_set))
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+
+    def read() -> None:
+        with asked.turns.hold():
+            asked.turns.wait_for_queue(torch.device("cuda"))
+            asked.order.append("read")
+
+    def token() -> None:
+        with asked.turns.hold(token=True):
+            asked.order.append("token")
+            done.set()
+
+    asked.threads += beside(read)
+    until(lambda: asked.turns._holder is not None)
+    asked("pass")
+    asked.threads += beside(token)
+    assert asked.over() == ["token", "read", "pass"]
 
 
 def test_passes_wait_for_the_device_and_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:

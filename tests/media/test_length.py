@@ -1,5 +1,4 @@
-"""Sources that tell a wrong length or none, and a corpus of odd videos: every one is read whole, once, its clock rises
-evenly, and its frames are those of its true schedule."""
+"""Sources that tell a wrong length or none, and a corpus of odd videos: each is read whole, once, by its true schedule."""
 
 from __future__ import annotations
 

@@ -129,8 +129,7 @@ def test_a_drafted_row_is_written_where_it_is_seen() -> None:
     together=2,
 )
 def test_each_layer_chooses_among_what_it_holds(name: str, prune: Any, kv: Any) -> None:
-    """Of a pruned prompt, and of a window, which lets go of prompt and answer. Where nothing goes and all is chosen the
-    draft is the target: every token is kept."""
+    """Of a pruned prompt, and of a window. Where nothing goes the draft is the target: every token is kept."""
     narrow, kv = kv != "full" and kv["window"] == 14, kv if kv == "full" else {"name": "window", **kv}
     count, model = 24 if narrow else 12, BUILD[name](layers=6)
     for weight in (w for n, w in model.named_parameters() if "language_model.layers" in n and w.ndim == 2):

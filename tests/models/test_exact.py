@@ -1,5 +1,4 @@
-"""An accelerated model with the dense recipe is the plain model, also compiled; detached, it is bit for bit what it was.
-In a long prompt no tensor is larger than the hidden states."""
+"""An accelerated model with the dense recipe is the plain model, also compiled; detached, it is bit for bit what it was."""
 
 import copy
 from typing import Any

@@ -1,5 +1,4 @@
-"""On a CUDA device: streams through its memory and back, a target and its draft side by side, and families whose norms,
-gates and rotations are kernels of ours."""
+"""On a CUDA device: streams through its memory, a target beside its draft, and families whose parts are kernels of ours."""
 
 import copy
 from contextlib import nullcontext

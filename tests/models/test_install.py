@@ -1,5 +1,4 @@
-"""Attaching and detaching, beside calls that wait for calls of other threads and wherever an interrupt comes, leaves
-nothing; and what is closed or done gives its memory back at once."""
+"""Attaching and detaching, beside calls of other threads and wherever an interrupt comes, leaves nothing behind."""
 
 import functools
 import gc

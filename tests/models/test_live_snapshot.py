@@ -139,8 +139,7 @@ def compared(
     tokens: int = LONG_TOKENS,
     question: str = QUESTION,
 ) -> tuple[Any, int]:
-    """An answer while `frames` come, and what is stored of these, with that of a stream where they come after it. How they
-    came, and how many there were when the answer was through."""
+    """An answer while `frames` come, and what is stored of these, with those of a stream where they come later."""
     with opened(name, MEMORIES[kv]) as quiet:
         alone = quiet.ask(question, tokens)
         assert len(alone.ids) == tokens and quiet.ask(question, 4).ids == alone.ids[:4]
@@ -177,6 +176,17 @@ def test_frames_meanwhile(name: str, kv: str, question: str, tmp_path: Path) -> 
     met, within = compared(name, kv, shots(name)[BEFORE:], Often, tmp_path, TOKENS, question)
     assert within == MEANWHILE
     assert (met.ways[1] > 0) == (kv != "drop_oldest"), "frames come between two layers of a question"
+
+
+@pytest.mark.always
+@pytest.mark.parametrize(("kv", "device"), [("rekv", "cpu"), ("drop_oldest", "none")])
+def test_a_question_lets_tokens_of_others_go(kv: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between layers; where these are computed in shared buffers, only those that have buffers of their own."""
+    monkeypatch.setattr(step, "DEVICES", (device,))
+    with opened("random-ov", MEMORIES[kv]) as session:
+        yields = heard(monkeypatch, fair_lock.FairLock, "yield_to_answers", lambda lock, apart=False: apart)
+        session.ask(QUESTION, 1)
+        assert len(yields) >= 2 and {*yields} == {device == "cpu"}
 
 
 @pytest.mark.parametrize(("kv", "captured"), CASES)

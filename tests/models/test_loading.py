@@ -1,5 +1,4 @@
-"""Models loaded the way people load them; what their configuration alone tells, in the words that are used once they are
-loaded; and the named shapes, which are the published ones."""
+"""Models loaded the way people load them; what their configuration alone tells; and the named shapes, as published."""
 
 import json
 import shutil

@@ -1,5 +1,4 @@
-"""Every combination of policies is refused before weights move, or runs, and then each of its parts acts; with room for
-everything, and a pattern that lists everything, it says what the plain model says."""
+"""Every combination of policies is refused before weights move, or runs, and each part acts; with room it is exact."""
 
 import functools
 import itertools

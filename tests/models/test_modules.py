@@ -1,5 +1,4 @@
-"""What is put in the place of a model's modules computes what they do, in fewer kernels, and goes away again; modules are
-known again only as long as nothing in them has been exchanged."""
+"""What is put in the place of a model's modules computes what they do, in fewer kernels, and goes away again."""
 
 import contextlib
 import gc

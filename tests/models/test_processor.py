@@ -146,8 +146,7 @@ def test_chat_renders_pieces_in_order(processor: Processor, family: str) -> None
 
 @pytest.mark.parametrize("end", ["", "<|im_end|>", "<|endoftext|>"], ids=["cut off", "ended", "stopped"])
 def test_the_next_turn_follows_the_ids_of_the_answer(processor: Processor, family: str, end: str) -> None:
-    """As in the whole conversation, though no video is given; also of a question that names its placeholder, and of an
-    answer with special tokens of its own before its end."""
+    """As in the whole conversation, though no video is given; also with placeholders and special tokens in the words."""
     named, own = PLACEHOLDERS[family]["video"], "<|vision_end|>" if end else ""
     talk: list[Any] = [{"role": "user", "content": [{"type": "video", "video": noise(2, 3, 84, 140)}]}]
     ids = processor.chat(talk)["input_ids"]

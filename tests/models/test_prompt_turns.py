@@ -1,5 +1,4 @@
-"""Later turns of `generate` on a memory of streams, on the `past_key_values` of the turn before: the text of a session's
-later answers and of one whole prompt, without another look at the video."""
+"""Later turns of `generate` on a memory of streams, on the turn before: the text of one whole prompt."""
 
 import copy
 import pickle

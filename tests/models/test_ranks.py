@@ -1,5 +1,4 @@
-"""Two processes that share a model: the rows of a prompt, or each layer by transformers' tensor parallelism. What runs
-gives what one process gives; what cannot be shared is refused in a sentence."""
+"""Two processes that share a model give what one gives; what cannot be shared is refused in a sentence."""
 
 import os
 import random

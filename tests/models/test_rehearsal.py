@@ -1,5 +1,4 @@
-"""Short sessions of a reduced model, from which `mmaccel recommend` takes what kernels' rates do not tell;
-the rates that it keeps on disk, and the seconds that it predicts of the host's memory."""
+"""Short sessions of a reduced model for `mmaccel recommend`; the rates that it keeps on disk, and what it predicts."""
 
 import itertools
 import json
@@ -272,8 +271,7 @@ def test_on_a_gpu_what_a_call_s_steps_take_more_comes_once(captures: bool) -> No
 
 
 def test_rates_on_disk_are_of_this_machine_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Memory is looked up anew, as a container has another limit than the one before; with other threads, and where the
-    file is damaged, all is measured anew."""
+    """Memory is looked up anew, as containers differ; with other threads, or a damaged file, all is measured anew."""
     path, runs = tmp_path / "rates.json", list[int]()
 
     def measured() -> rates.DeviceRates:

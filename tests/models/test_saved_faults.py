@@ -1,5 +1,4 @@
-"""Faults while a session is saved or loaded, a power that fails, and other processes in its folder: each is told in one
-sentence, and what was there stays whole."""
+"""Faults while a session is saved or loaded, and other processes in its folder: one sentence, and nothing is lost."""
 
 import errno
 import fcntl

@@ -1,5 +1,4 @@
-"""Where the question of a prompt stands, and that pruners read it there; later turns of a conversation, on the cache of
-the turn before, under every draft: the text of one whole prompt."""
+"""Where the question of a prompt stands, and later turns on the cache of the turn before, under every draft."""
 
 import copy
 from collections.abc import Callable

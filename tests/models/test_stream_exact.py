@@ -1,5 +1,4 @@
-"""A stream that keeps and sees everything is the plain model's prompt, however it is cut or saved; and so is a long
-question under a pattern that lists everything."""
+"""A stream that keeps and sees everything is the plain model's prompt, however it is cut, saved or asked."""
 
 import copy
 from pathlib import Path

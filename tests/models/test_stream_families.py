@@ -1,5 +1,4 @@
-"""Streams of every family that has them, on tiny models of transformers' own classes: what is written beside the frames,
-where all stands, and what memories, pruners and files make of it."""
+"""Streams of every family that has them, on tiny models: what stands beside the frames, memories, pruners and files."""
 
 from functools import cache
 from pathlib import Path

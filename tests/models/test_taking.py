@@ -1,5 +1,4 @@
-"""What is taken of a video file: the numbers of qwen_vl_utils, of a paper, of a folder, and all that there is room for; and
-transformers' own processor, to which ours is equal bit for bit."""
+"""What is taken of a video file, by qwen_vl_utils, a paper, a folder or the room; and transformers' own processor."""
 
 import functools
 import pickle

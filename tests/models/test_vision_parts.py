@@ -1,5 +1,4 @@
-"""The vision tower of an accelerated model sees some patches at a time, and finds what it finds of all at once; and a frame
-goes through it as a CUDA graph (`step.CapturedVisionTower`), without a device."""
+"""The vision tower sees some patches at a time and finds what it finds of all at once; and as a CUDA graph."""
 
 import copy
 from collections.abc import Iterator

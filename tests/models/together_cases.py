@@ -1,5 +1,4 @@
-"""A shared step by its kernels, interpreted: filled up to the numbers that are captured, and by the table alone, as on a
-device. `tests/backends/test_triton.py` runs this."""
+"""A shared step by its kernels, interpreted, as on a device. `tests/backends/test_triton.py` runs this."""
 
 from contextlib import ExitStack
 

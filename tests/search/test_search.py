@@ -1,5 +1,4 @@
-"""The search on tiny random models: what it writes, that it can be replayed, stopped, gone on with, and used; and pictures
-of patterns and tables, in which what is drawn is what is computed."""
+"""The search on tiny random models: what it writes, replayed, stopped, gone on with and used; and its pictures."""
 
 import gc
 import json

@@ -1,5 +1,4 @@
-"""Caps that hold together: bytes of decoded frames, of sockets, of memories, of saves and of sources at http addresses;
-and a stream that would break the promise to the others is refused."""
+"""Caps that hold together: bytes of frames, sockets, memories, saves and sources; and a stream that is one too many."""
 
 import base64
 import io

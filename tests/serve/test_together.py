@@ -1,5 +1,4 @@
-"""Requests of many clients at once: plain ones, decoded in steps that they share, completions under several recipes, kept
-videos and streams; also on a GPU, and with memory that runs out."""
+"""Requests of many clients at once: plain ones, several recipes, kept videos and streams; also when memory runs out."""
 
 import asyncio
 import time

@@ -17,6 +17,7 @@ from mmaccel.backends.ops.operator import REPLAYED_ON
 from mmaccel.core.errors import warn
 
 Work = Callable[[], tuple[Tensor, ...]]
+_handles = threading.local()
 _alone = threading.Lock()
 """Held while something is captured: a stream captures one thing at a time, and models may be at work in several threads."""
 
@@ -33,14 +34,14 @@ def capture_graph(work: Callable[[], Any], device: torch.device, pool: Any) -> t
         side.wait_stream(now)
         with torch.cuda.stream(side):
             _create_handles(device)
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     out = work()
                 finally:
                     graph.capture_end()
             except BaseException:
-                # Before torch 2.12 a capture that fails leaves its pool recording.
+                # Some releases of PyTorch leave the pool of a failed capture recording (pytorch/pytorch#180395).
                 with suppress(RuntimeError):
                     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
                 raise
@@ -51,9 +52,12 @@ def capture_graph(work: Callable[[], Any], device: torch.device, pool: Any) -> t
 def _create_handles(device: torch.device) -> None:
     """Give the thread its handles of cuBLAS and cuDNN: a thread that has run no product yet would create them within the
     capture, which is not allowed there."""
-    torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
-    one = torch.ones(1, 8, 1, 1, dtype=torch.half, device=device)
-    torch.conv2d(one, one.expand(8, 8, 1, 1).contiguous())
+    if device not in (done := vars(_handles).setdefault("devices", set())):
+        done.add(device)
+        torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+        one = torch.ones(1, 8, 1, 1, dtype=torch.half, device=device)
+        with suppress(RuntimeError):  # of a cuDNN that does not work, which whoever needs it is told
+            torch.conv2d(one, one.expand(8, 8, 1, 1).contiguous())
 
 
 @cache
@@ -96,7 +100,7 @@ class GraphBuffers:
         """Drop all buffers, and the pool."""
         self._rooms.clear()
         self.captured.clear()
-        self._pool = self._keeper = None
+        self.drop_pool()
 
     @property
     def pool(self) -> Any:
@@ -107,6 +111,10 @@ class GraphBuffers:
                 keep = partial(torch.zeros, 1, device=self._device)
                 self._keeper = capture_graph(keep, self._device, self._pool)
         return self._pool
+
+    def drop_pool(self) -> None:
+        """Capture in another pool from now on: one in which a capture failed may take no more."""
+        self._pool = self._keeper = None
 
     def wait_for_last_user(self) -> None:
         """Make the current CUDA stream, if it is not the last caller's, wait for that one, which used the same buffers."""
@@ -198,14 +206,16 @@ class CudaGraphCache:
             _copied(places, out)
             return places or out
         if isinstance(held, tuple):
+            buffers = shared or self._buffers
             try:
-                held = _Replay(work, held, self._device, (shared or self._buffers).pool)
+                held = _Replay(work, held, self._device, buffers.pool)
                 if shared is not None:
                     shared.captured.add(name)
-            except torch.OutOfMemoryError:
-                ways[at] = held  # the next call captures it, if there is room by then
-                return work()
             except RuntimeError as error:
+                buffers.drop_pool()
+                if isinstance(error, torch.OutOfMemoryError):
+                    ways[at] = held  # the next call captures it, if there is room by then
+                    return work()
                 if (name, at) not in self._failed:  # a kernel may have had to be loaded
                     self._failed.add((name, at))
                     ways[at] = held

@@ -74,16 +74,16 @@ def run_question(
     if live.ingests:
         raise ModelError("ask: a video is being ingested; ask when that call has ended.")
     info, state, adapter, stream = live.info, live.state, live.adapter, live.stream
-    running, turns = live.running, adapter.turns
-    deadline = Deadline() if deadline is None else deadline
+    running, turns, gives_way = live.running, adapter.turns, list[bool]()
+    deadline = deadline or Deadline()
     meter = Meter(started=deadline.began if concurrent else time.perf_counter())
-    gives_way: list[bool] = []
 
     def pause(reading: bool) -> None:
         if gives_way:  # not of `taken` itself, which keeps this function
             turns.yield_lock(reading) if gives_way[0] or not reading else turns.yield_to_answers()
 
-    turns.wait_for_queue(adapter.device)
+    if concurrent:
+        turns.wait_for_queue(adapter.device)
     asking, waiting, positions = adapter.make_question(question), state.waiting_features(), stream.positions
     inside = None if between is None else _units_between(info, *between)
     if between is not None and info.times[-1] > between[1]:
@@ -189,19 +189,19 @@ def run_question(
     runner.shares = taken is not None and not alone and type(live.around) is MemoryWrapper
     runner.apart = runner.shares and seen_as.apart and len({*adapter.layer_devices}) == 1
     with state.question_scope(), restore_states_at_exit(running if running is live.running else None):
-        runner.prefill({"stream_pass": stream_pass, "embeds": concat_padded(parts), "goes_on": reads})
-        if timed is not None and not timed.count:
-            raise ModelError(GONE.format(live.kv.name))
-        if reads:
-            share = {} if between else layer_share_per_unit(state, depth, stream.tokens_per_unit, shows)
-            runner.run_text_lines(lines_for_question(info, share, between), reads, rest)
-            runner.token_choice = token_choice(runner.ids)
-        meter.prompt_tokens = runner.length()
-        if pruned is not None:
-            live.pruned = pruned.counts
-            if not pruned.counts["visual"]:
-                warn_idle_pruner(pruned.pruner, meter)
         try:
+            runner.prefill({"stream_pass": stream_pass, "embeds": concat_padded(parts), "goes_on": reads})
+            if timed is not None and not timed.count:
+                raise ModelError(GONE.format(live.kv.name))
+            if reads:
+                share = {} if between else layer_share_per_unit(state, depth, stream.tokens_per_unit, shows)
+                runner.run_text_lines(lines_for_question(info, share, between), reads, rest)
+                runner.token_choice = token_choice(runner.ids)
+            meter.prompt_tokens = runner.length()
+            if pruned is not None:
+                live.pruned = pruned.counts
+                if not pruned.counts["visual"]:
+                    warn_idle_pruner(pruned.pruner, meter)
             yield runner
         finally:
             # The scope's end changes what a pass of frames reads.

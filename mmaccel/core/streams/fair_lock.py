@@ -49,7 +49,8 @@ class FairLock:
     """A lock that threads get in the order in which they asked for it; its holder may take it again.
 
     A holder with a long task yields in between: waiting threads get their turns, and it continues after them. A forward pass
-    of frames yields only to answer tokens, which read snapshots: nothing else may see its half-written memory.
+    of frames yields only to answer tokens, which read snapshots: nothing else may see its half-written memory. A question
+    that shares buffers with other questions yields only to the tokens that do not (`token_stream`).
 
     On a GPU a holder launches a captured pass and leaves, before the device has run it. Answer tokens then run beside it, on
     a CUDA stream of higher priority (`token_stream`); the next passes of frames wait while `LAUNCHED` of them are not done.
@@ -104,9 +105,10 @@ class FairLock:
 
     def yield_to_answers(self, apart: bool = False) -> None:
         """In the middle of a pass, give turns to answer tokens that have waited for `PATIENCE_S` seconds, nothing else. With
-        `apart`, only to those in `token_stream`: the pass shares buffers with others."""
-        late = partial(self._late, self._waiting, apart)
-        self._aside(lambda: self._still is None and late() is not None, still=True, apart=apart)
+        `apart`, only to those in `token_stream`, and to none from within it: the pass shares buffers with others."""
+        if not (apart and threading.get_ident() in self._apart):
+            late = partial(self._late, self._waiting, apart)
+            self._aside(lambda: self._still is None and late() is not None, still=True, apart=apart)
 
     def yield_between_layers(self, device: torch.device, *_: Any) -> None:
         """Give waiting answer tokens their turns, between two layers of a pass on `device`. While one waits, the host runs
@@ -321,7 +323,7 @@ class FairLock:
 
     def _next(self) -> None:
         """Give the lock to who has waited longest, every other time to a token that waits for too long; while a pass stands
-        still for tokens, to these or back to it. `_lock` is held."""
+        still for tokens, to those that it lets go before it, or back to it. `_lock` is held."""
         self._holder, self._depth = None, 0
         for mine in [one for one in self._waiting if one.over is not None and one.over()]:
             self._waiting.remove(mine)

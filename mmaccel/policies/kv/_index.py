@@ -30,7 +30,7 @@ from mmaccel.policies.kv._window import Pair
 LEAST = 256
 """Units that are no more are let go of when they are so many at least."""
 SPARE = 0.25
-"""Tensors of an index on the device grow by this share, and then lie elsewhere; doubling would waste up to half of them."""
+"""Tensors of keys on the device grow by this share, and then lie elsewhere; doubling would waste up to half of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

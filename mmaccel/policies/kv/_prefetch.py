@@ -323,11 +323,8 @@ class Prefetcher:
         """Return the device's buffers that codes may speak of; the same object while they stay where they are. Passes of
         frames read the cache alone: nothing that comes `ahead`, and no copy of the window, which questions make."""
         if ahead not in self._listed:
-            # What stands for a place that nothing was written to is not read.
-            blank, read = (
-                self._empty(1),
-                {name: x for name, x in self._places.items() if ahead or name == CACHE},
-            )
+            read = {name: x for name, x in self._places.items() if ahead or name == CACHE}
+            blank = self._empty(1)  # stands for a place that nobody reads
             self._listed[ahead] = tuple(
                 read.get(name, blank.expand(units, -1, -1, -1, -1))
                 for name, units in self._sizes.items()

@@ -1,5 +1,4 @@
-"""Draft, then verify: exact bookkeeping, the target's output, and clear words about a wrong draft; what is drawn by a draft
-in turns, and by one that is pipelined, has the target's distribution."""
+"""Draft, then verify: exact bookkeeping, the target's output and distribution, and clear words about a wrong draft."""
 
 import random
 from contextlib import nullcontext

@@ -1,5 +1,4 @@
-"""LiveVLM and StreamMem: what stays after each clip, what a question sees, the prototypes of frames and frames that are
-merged, against the words of the papers spelled out in loops."""
+"""LiveVLM and StreamMem: what stays after a clip, what a question sees, merged frames, against loops by the papers."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""A pruned model written out: whole layers over the whole prompt, masks and gathers, no cache; plain PyTorch.
-Layouts of every kind, and signals made up for them."""
+"""A pruned model written out: whole layers over the whole prompt, masks and gathers, no cache; layouts and signals."""
 
 import copy
 from collections.abc import Callable

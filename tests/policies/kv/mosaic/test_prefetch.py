@@ -303,7 +303,7 @@ def test_a_replayed_question_sees_what_one_launched_by_one_sees(
             assert (seen.share, seen.retrieved) == (told.share, told.retrieved)
             assert seen.score == pytest.approx(told.score, rel=1e-5, abs=1e-7)
     # Made anew when something was moved, not at each of 48 questions; there are three a layer, and two of passes.
-    assert 2 * 12 <= Replayed.made <= 7 * 12
+    assert 12 < Replayed.made <= 7 * 12
 
 
 @pytest.mark.usefixtures("small_rooms")

@@ -257,7 +257,7 @@ def test_the_tower_of_a_frame_is_captured(monkeypatch: pytest.MonkeyPatch) -> No
     assert Kept.made == 1
     for (features, marks), right in zip(found, wanted, strict=True):
         assert torch.equal(torch.cat([features.flatten(0, 1), marks]), right)
-    both[1].features(frames[:3], size)
+    both[1].features(frames[:5], size)
     assert both[0].features(frames[:2], size)[0].shape[0] == 2 and Kept.made == 1
     assert len(step.shared_captured_steps(both[0]).tower._replays._held["tower"]) == 2
 

@@ -187,15 +187,23 @@ class ClusterTable:
             if new >= 0:
                 bisect.insort(self._under.setdefault(new, [[] for _ in range(self.layers)])[at], one)
 
-    def free_id(self, layer: int, cluster: int) -> None:
-        """Free the id of a cluster, whose units (frames) now belong to other clusters."""
-        at = torch.tensor([layer]), torch.tensor([cluster])
-        self._note(*at)
-        self._move(*at, torch.tensor([-1]))
+    def free_ids(self, layer: Tensor, cluster: Tensor) -> None:
+        """Free the ids of clusters (layer [b], cluster [b]), whose units (frames) now belong to other clusters."""
+        self._note(layer, cluster)
+        self._move(layer, cluster, torch.full_like(cluster, -1))
         for name, value in (("size", 0), ("members", -1), ("home", -1), ("lazy", 0)):
-            getattr(self, name)[at] = value
-        self.dirty[at] = True
-        heapq.heappush(self._free[layer], cluster)
+            getattr(self, name)[layer, cluster] = value
+        self.dirty[layer, cluster] = True
+        for at, one in zip(layer.tolist(), cluster.tolist(), strict=True):
+            heapq.heappush(self._free[at], one)
+
+    def merge_clusters(self, layer: Tensor, cluster: Tensor, other: Tensor) -> None:
+        """Merge clusters (layer [b], `other` [b]) into (layer [b], cluster [b]), and free their ids."""
+        whole, part, rows = (layer, cluster), (layer, other), (self.centroid, self.variance, self.size)
+        members = torch.cat([self.members_of(*whole), self.members_of(*part)], 1)
+        joined = union(*(row[at] for at in (whole, part) for row in rows))
+        self.write_clusters(*whole, members, *joined, self.size[whole] + self.size[part])
+        self.free_ids(*part)
 
     def keep_units(self, kept: Tensor, points: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Keep only the units (frames) at rows `kept` [k], renumbered from 0; `points` returns the vectors of units by new

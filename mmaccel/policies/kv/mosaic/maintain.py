@@ -19,7 +19,7 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.buffers import single_cpu_thread
-from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, NearestCluster, cosines, union, welford
+from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, NearestCluster, cosines, welford
 from mmaccel.policies.kv.mosaic.split import FLOOR, Params, SplitBounds, UnitMeans, kmeans, split_exceeding
 
 FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absent": list}
@@ -76,9 +76,8 @@ class ClusterHierarchy:
         self.semantic.keep_units(kept, self.means.centred_keys)
         level, self.units = self.semantic, len(kept)
         self.buffer = [[one for one in ids if level.size[at, one]] for at, ids in enumerate(self.buffer)]
-        for layer, ids in enumerate(self.buffer):
-            for one in [one for one in ids if not level.size[layer, level.home[layer, one]]]:
-                self._unbuffer(layer, one)
+        size, home = level.size.numpy(), level.home.numpy()
+        self._unbuffer(self._buffered(lambda at, one: not size[at, home[at, one]]))
         owed = torch.zeros_like(level.lazy)
         for layer, ids in enumerate(self.buffer):
             owed[layer, level.home[layer, ids]] = True
@@ -278,11 +277,8 @@ class ClusterHierarchy:
 
     def _part_buffers(self) -> None:
         """A buffered cluster whose home lies in another visual cluster now is an ordinary one."""
-        level, waiting = self.semantic, [(layer, one) for layer, ids in enumerate(self.buffer) for one in ids]
-        layer, ids = torch.tensor(waiting, dtype=torch.long).view(-1, 2).unbind(1)
-        parted = level.parent[layer, level.home[layer, ids]] != level.parent[layer, ids]
-        for at in parted.nonzero()[:, 0].tolist():
-            self._unbuffer(*waiting[at])
+        home, parent = self.semantic.home.numpy(), self.semantic.parent.numpy()
+        self._unbuffer(self._buffered(lambda at, one: parent[at, home[at, one]] != parent[at, one]))
 
     def _place_key(self, unit: int, u: Array, parent: int, resident: int, cached: Array | None) -> None:
         """Unit `unit`, the points `u` [L, d], joins a cluster inside `parent` at every layer. Units from `resident` on
@@ -358,40 +354,44 @@ class ClusterHierarchy:
 
     def _flush(self, layer: Array) -> None:
         """Where more units wait than may, the oldest buffered clusters become ordinary ones."""
+        sizes, gone = self.semantic.size.numpy(), list[tuple[int, int]]()
         for at in layer.tolist():
-            sizes = self.semantic.size.numpy()[at, self.buffer[at]].tolist()
-            while sum(sizes) > self.rules.buffer:
-                self.counters["flushed"] += 1
-                self._unbuffer(at, self.buffer[at][0])
-                del sizes[0]
+            left = sizes[at, self.buffer[at]][::-1].cumsum()[::-1] > self.rules.buffer
+            gone += [(at, one) for one, late in zip(self.buffer[at], left, strict=True) if late]
+        self._unbuffer(gone)
+        self.counters["flushed"] += len(gone)
 
-    def _unbuffer(self, layer: int, cluster: int) -> None:
-        """A buffered cluster becomes an ordinary one."""
-        level, at = self.semantic, (torch.tensor([layer]), torch.tensor([cluster]))
-        home = level.home[at]
-        self.buffer[layer].remove(cluster)
-        level.set_field("home", *at, -1)
-        if not bool((level.home[layer, self.buffer[layer]] == home).any()):
-            level.set_field("lazy", at[0], home, 0)
+    def _unbuffer(self, gone: list[tuple[int, int]]) -> None:
+        """Buffered clusters, each (layer, id), become ordinary ones."""
+        if not gone:
+            return
+        level, (layer, cluster) = self.semantic, torch.tensor(gone).unbind(1)
+        homes = level.home[layer, cluster]
+        level.set_field("home", layer, cluster, -1)
+        for at, one in gone:
+            self.buffer[at].remove(one)
+        left, each = level.home.numpy(), zip(layer.tolist(), homes.tolist(), strict=True)
+        alone = [not (left[at, self.buffer[at]] == home).any() for at, home in each]
+        level.set_field("lazy", layer[alone], homes[alone], 0)
+
+    def _buffered(self, where: Callable[[int, int], Any]) -> list[tuple[int, int]]:
+        """The buffered clusters (layer, id) for which `where` holds."""
+        return [(at, one) for at, ids in enumerate(self.buffer) for one in ids if where(at, one)]
 
     @single_cpu_thread()
     def split_deferred(self, layer: Tensor, cluster: Tensor) -> None:
         """Split those of the retrieved semantic clusters (layer [b], cluster [b]) whose split was deferred."""
-        level = self.semantic
-        lazy = level.lazy[layer, cluster]
+        level, lazy = self.semantic, self.semantic.lazy[layer, cluster]
         if not bool(lazy.any()):
             return
         layer, cluster = torch.stack([layer[lazy], cluster[lazy]]).unique(dim=1)  # type: ignore[no-untyped-call]
+        homes, parts = level.home.numpy(), list[list[int]]()
         for at, home in zip(layer.tolist(), cluster.tolist(), strict=True):
-            whole, buffer = (torch.tensor([at]), torch.tensor([home])), np.array(self.buffer[at], dtype=int)
-            for one in buffer[level.home.numpy()[at, buffer] == home].tolist():
-                part = whole[0], torch.tensor([one])
-                members = torch.cat([level.members_of(*whole), level.members_of(*part)], 1)
-                rows = level.centroid, level.variance, level.size
-                joined = union(*(row[pair] for pair in (whole, part) for row in rows))
-                level.write_clusters(*whole, members, *joined, level.size[whole] + level.size[part])
-                level.free_id(at, one)
-                self.buffer[at].remove(one)
+            parts.append([one for one in self.buffer[at] if homes[at, one] == home])
+            self.buffer[at] = [one for one in self.buffer[at] if homes[at, one] != home]
+        for number in range(max(map(len, parts))):  # one of each is merged at a time
+            some = [k for k, own in enumerate(parts) if number < len(own)]
+            level.merge_clusters(layer[some], cluster[some], torch.tensor([parts[k][number] for k in some]))
         level.set_field("lazy", layer, cluster, 0)
         self.counters.update(deferred_splits=self._refine(layer, cluster), resolved=len(layer))
 

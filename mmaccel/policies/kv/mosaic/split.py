@@ -159,14 +159,13 @@ def split_exceeding(
         if not layer.numel():
             break
         new = level.allocate_ids(layer, level.parent[layer, cluster])
-        for ids, side in ((cluster, 0), (new, 1)):
-            mine = label == side
-            level.set_members(layer, ids, members.masked_fill(~mine, -1), x)
-            level.set_field("limit", layer, ids, 0.0)
+        both, ids, mine = layer.repeat(2), torch.cat([cluster, new]), torch.cat([label == 0, label == 1])
+        level.set_members(both, ids, members.repeat(2, 1).masked_fill(~mine, -1), x.repeat(2, 1, 1))
+        level.set_field("limit", both, ids, 0.0)
         if split is not None:
             split(layer, cluster, new)
         splits += layer.numel()
-        layer, cluster = torch.cat([layer, layer]), torch.cat([cluster, new])
+        layer, cluster = both, ids
     return splits
 
 

@@ -1,5 +1,4 @@
-"""The laws of the house: what may import what, its counts, how long a file may be, that a policy's file has its name. And
-`make test-numeric` says in a sentence what it did under each setting."""
+"""The laws of the house: imports, counts, lengths of files, names of policies; and what `make test-numeric` says."""
 
 import ast
 import dataclasses

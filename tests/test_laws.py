@@ -1,5 +1,4 @@
-"""Laws of the code that no type tells: core knows no policy, no mapping by tensors, hooks in one place; and what importing
-the package loads, does without and touches in a fresh process, and how threads wait."""
+"""Laws of the code: core knows no policy, hooks in one place; what an import loads and touches, and how threads wait."""
 
 import ast
 import re

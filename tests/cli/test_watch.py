@@ -294,7 +294,7 @@ LONGER = [("tiny-ov", 256), ("tiny-ov", 1800), ("tiny-qwen", 1800)]
 def test_one_recipe_has_all_three_systems_at_work(
     model: str, seconds: int, call: Call, shipped: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """Through `watch` and through `generate`: right answers, and no part idle."""
+    """Through `watch` right answers, through `generate` the plain model's, which errs on 1,800 s; no part idle."""
     name, film = shipped(model), tmp_path / "film.mp4"
     world = replace(World.generate(SEED, int(seconds * FPS)), fps=FPS)
     write_mp4(world, film, 112, 112)
@@ -305,15 +305,15 @@ def test_one_recipe_has_all_three_systems_at_work(
     words = [part for one in asked for part in ("--question", one.text)]
     found = json.loads(call.text("watch", film, *base, *words))
     assert found["frames"] == world.frames and found["counters"]["ingest_seen"] == 1
-    right = [
-        one["answer"].strip(" .") == want.answer for one, want in zip(found["answers"], asked, strict=True)
-    ]
-    assert sum(right) >= len(asked) - 1, found["answers"]
+    said = [one["answer"].strip(" .") for one in found["answers"]]
+    right = [one == want.answer for one, want in zip(said, asked, strict=True)]
+    assert sum(right) >= len(asked) - 1, said
     assert found["kept"] < 1 and any("grid" in head for head in found["heads"]) and found["notes"] == []
     assert all(one["counters"]["recalled"] > 0 and one["counters"]["drafted"] > 0 for one in found["answers"])
     # All of them, also where the model's processor takes fewer unless it is asked.
-    one = json.loads(call.text("ask", film, needles[0].text, *base, "--frames", world.frames))
-    assert one["frames"] == world.frames and one["answer"].strip(" .") == needles[0].answer
+    again = "ask", film, needles[0].text, *base, "--frames", world.frames
+    one, plain = (json.loads(call.text(*again, *more)) for more in ((), ("--recipe", "dense")))
+    assert one["frames"] == world.frames and one["answer"] == plain["answer"]
     assert one["kept"] < 1 and one["draft"]["rounds"] > 0 and one["draft"]["failed"] is None
 
 

@@ -272,7 +272,8 @@ def test_a_failed_capture_is_over_and_leaves_nothing_behind(monkeypatch, side: N
     for lasting in (True, False):
         for _ in range(3):
             assert torch.equal(replays(lasting, work, lasting=lasting)[0], torch.ones(1))
-    assert len(made) == len(ended) == 4 and not any(graph.capturing for graph in made)
+    assert len(made) == len(ended) == torch.cuda.graph_pool_handle.call_count == 4  # type: ignore[attr-defined]
+    assert not any(graph.capturing for graph in made)
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:

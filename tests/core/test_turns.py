@@ -175,22 +175,24 @@ def test_a_pass_with_shared_buffers_stands_still_for_tokens_apart_alone(
     asked = Asked()
     turns = asked.turns
 
-    def tokens(name: str, others: Sequence[str] = ()) -> None:
+    def tokens(name: str) -> None:
         turns._apart.add(threading.get_ident())  # as in `token_stream`
         with turns.hold(token=True):
-            for other in others:
-                asked(partial(tokens, other))
-            turns.yield_to_answers(apart=True)
             asked.order.append(name)
 
     with turns.hold():
         asked("plain", token=True)
         turns.yield_to_answers(apart=True)
-        asked(partial(tokens, "first", ["second"]))
-        for _ in range(3):
+        asked(partial(tokens, "first"))
+        for _ in range(2):
             turns.yield_to_answers(apart=True)
             asked.order.append("layer")
-    assert asked.over() == ["first", "layer", "second", "layer", "layer", "plain"]
+    tokens("own")
+    with turns.hold(token=True):
+        asked(partial(tokens, "second"))
+        turns.yield_to_answers(apart=True)
+        asked.order.append("layer")
+    assert asked.over() == ["first", "layer", "layer", "plain", "own", "layer", "second"]
 
 
 def test_who_reads_results_waits_for_the_device_and_tokens_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,7 @@ def test_what_comes_back_from_pinned_memory_is_what_the_cpu_recalls(kv: str) -> 
 
 
 def test_a_planned_question_shows_no_hidden_column(name: str = "random-ov") -> None:
-    """A captured question has places for clusters to come, which nobody sees; a pattern plans columns that are all seen. One
-    that lists everything gives what a dense question does, whichever came before."""
+    """A captured question has places for clusters to come, which nobody sees; a pattern plans columns that are all seen."""
     found = []
     for sparse in ({"name": "a_shape", "sink": 16, "window": 1 << 16, "block": 16}, "dense"):
         how: dict[str, Any] = {"sparse": sparse, "backend": "reference", "dense_tail": 16}

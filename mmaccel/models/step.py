@@ -93,10 +93,8 @@ class CapturedStreamSteps:
 
     @property
     def _replays(self) -> CudaGraphCache:
-        """The graphs and buffers of the token stream, which has priority, if that is the current one; or all others'."""
-        usual, of_tokens = self._graphs
-        on = self._device
-        return of_tokens if on.type == "cuda" and torch.cuda.current_stream(on).priority < 0 else usual
+        """The graphs and buffers of questions; or of answers, whose tokens may come between two layers of a question."""
+        return self._graphs[self._turns.is_answering]
 
     def can_run_fused(self, rows: Tensor, again: bool = False) -> bool:
         """Whether fused steps can run `rows` [n, E]: at most 64 rows, and unhooked layers on their device that
@@ -152,7 +150,7 @@ class CapturedStreamSteps:
             carried = self._carried(states, len(embeds)) if states else None
             if slots is not None:
                 return self._answer([slots], embeds, [len(embeds)], carried)
-            out, errors = self._run([(run, len(embeds), hidden)], embeds, carried, yields=True)
+            out, errors = self._run([(run, len(embeds), hidden)], embeds, carried)
             for error in errors.values():
                 raise error
         return out
@@ -193,9 +191,10 @@ class CapturedStreamSteps:
         return torch.cat([*rows.values()]), errors
 
     def _run(
-        self, passes: Passes, embeds: Tensor, carried: StepStates | None = None, yields: bool = False
+        self, passes: Passes, embeds: Tensor, carried: StepStates | None = None
     ) -> tuple[Tensor, dict[int, Exception]]:
-        errors = dict[int, Exception]()
+        # Of running states there is one table, which the step of another stream may make anew.
+        errors, yields = dict[int, Exception](), carried is None and not self._turns.is_answering
         shape, n, dtype, x = self._shape, len(embeds), embeds.dtype, self._entered(embeds)
         heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.get_buffer
         width, first = len(x), self._layers[0]
@@ -206,7 +205,7 @@ class CapturedStreamSteps:
         self._angles.clear()
         for number in range(len(self._layers)):
             if yields:
-                self._turns.yield_to_answers(apart=True)  # others would write over the buffers of this pass
+                self._turns.yield_to_answers()
             end, whole = 0, False
             attended = room("attended", (width, heads * size), dtype)
             for seat, (run, count, hidden) in enumerate(passes):
@@ -366,8 +365,9 @@ class CapturedStreamSteps:
         rope = room(("rope", seat), (2, 1, count, slot.angles[0].shape[-1]), dtype)
         # Most layers turn rows alike, and rows stand behind as many columns as at the question before. Those that fill up
         # are turned by something, too: their keys are hidden, but have to be numbers.
-        if slot.angles is not self._angles.get(seat):
-            self._angles[seat] = slot.angles
+        room_of, angles = self._angles.get(seat, (None, None))
+        if room_of is not rope or angles is not slot.angles:
+            self._angles[seat] = rope, slot.angles
             for place, angle in zip(rope, slot.angles, strict=True):
                 place[:, : angle.shape[2]] = angle[0]
         start = room(("start", number, seat), (1, 1), torch.long)

@@ -5,8 +5,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -167,34 +165,6 @@ def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -
     assert asked.over() == ["token", "layer", "token", "layer", "layer", "other", "answered"]
 
 
-def test_a_pass_with_shared_buffers_stands_still_for_tokens_apart_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Others would write over what it has in them; and so would these over what another of them has."""
-    monkeypatch.setattr(fair_lock, "PATIENCE_S", 0.0)
-    asked = Asked()
-    turns = asked.turns
-
-    def tokens(name: str) -> None:
-        turns._apart.add(threading.get_ident())  # as in `token_stream`
-        with turns.hold(token=True):
-            asked.order.append(name)
-
-    with turns.hold():
-        asked("plain", token=True)
-        turns.yield_to_answers(apart=True)
-        asked(partial(tokens, "first"))
-        for _ in range(2):
-            turns.yield_to_answers(apart=True)
-            asked.order.append("layer")
-    tokens("own")
-    with turns.hold(token=True):
-        asked(partial(tokens, "second"))
-        turns.yield_to_answers(apart=True)
-        asked.order.append("layer")
-    assert asked.over() == ["first", "layer", "layer", "plain", "own", "layer", "second"]
-
-
 def test_who_reads_results_waits_for_the_device_and_tokens_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, done = Asked(), threading.Event()
     monkeypatch.setattr(torch.cuda, "Event", lambda: Mock(query=done.is_set))
@@ -272,29 +242,6 @@ def test_passes_wait_for_the_device_and_nobody_else_does(monkeypatch: pytest.Mon
         passes[4].done.set()
     asked.over()
     assert not turns.is_contended
-
-
-def test_an_answer_waits_for_the_device_without_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    done, usual, tokens = threading.Event(), Mock(), Mock()
-    event = Mock(synchronize=done.wait)
-    for name, made in dict(Event=event, current_stream=usual, Stream=tokens).items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, made=made, **how: made)
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
-    asked = Asked()
-
-    def answer() -> None:
-        with asked.turns.hold(), asked.turns.token_stream(torch.device("cuda")):
-            asked.order.append("token")
-            assert asked.turns._holder == threading.get_ident() and not usual.wait_stream.called
-
-    asked.threads += beside(answer)
-    until(lambda: event.record.called and asked.turns._holder is None)
-    with asked.turns.hold():
-        asked.order.append("pass")
-    done.set()
-    assert asked.over() == ["pass", "token"]
-    usual.wait_stream.assert_called_once_with(tokens)
 
 
 def test_a_token_does_not_wait_for_all_who_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import mmaccel
 from mmaccel.core.decoding import replay
-from mmaccel.core.decoding.generate import Deadline
+from mmaccel.core.decoding.generate import Deadline, Speculation
 from mmaccel.core.errors import ModelError
 from mmaccel.core.streams import fair_lock, joint
 from mmaccel.models import step
@@ -323,3 +323,46 @@ def test_a_long_question_that_gives_way_leaves_the_captures_of_all(monkeypatch: 
         monkeypatch.setattr(layers[0].mlp, "forward", forward)
         assert shared.find() is not buffers
     first._stream_adapter.each.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("kv", "how"), [("full", {}), ("rekv", {"between": (0.0, 6.0)}), ("rekv", {})])
+def test_tokens_come_between_the_layers_of_a_question(
+    kv: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of answers have buffers of their own, and come one at a time. All have as many rows here: sizes share none."""
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    monkeypatch.setattr(step, "WIDTHS", (16, 64))
+    monkeypatch.setattr(fair_lock, "PATIENCE_S", 0.0)
+    with open_session("random-ov", MEMORIES[kv]) as first, open_session("random-ov", MEMORIES[kv]) as second:
+        first.watch(film(9, seed=3), fps=FPS)
+        second.watch(film(12, seed=6), fps=FPS)
+        alone = first.ask(QUESTION, 6, **how).ids, second.ask(QUESTION, 24, **how).ids
+        turns, commit, here = (
+            first._stream_adapter.turns,
+            Speculation.commit_next_tokens,
+            threading.current_thread(),
+        )
+        tokens, seen, found = list[str](), list[int](), list[Any]()
+        give_way = turns.yield_to_answers
+
+        def committed(self: Any) -> None:
+            tokens.append(threading.current_thread().name)
+            if len(tokens) == 1:
+                with turns.release_temporarily():
+                    until(lambda: bool(seen))
+            commit(self)
+
+        def between_layers() -> None:
+            if threading.current_thread() is here:
+                seen.append(len(tokens))
+                if len(seen) < 3:
+                    until(lambda: any(one.token for one in turns._waiting))
+            give_way()
+
+        monkeypatch.setattr(Speculation, "commit_next_tokens", committed)
+        monkeypatch.setattr(turns, "yield_to_answers", between_layers)
+        begun = beside(lambda: found.append(second.ask(QUESTION, 24, **how).ids))
+        until(lambda: bool(tokens))
+        assert first.ask(QUESTION, 6, **how).ids == alone[0]
+        finish(begun)
+    assert found == [alone[1]] and len({*seen[:4]}) > 1

@@ -60,8 +60,8 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
 
     def of(name: str) -> list[int]:
         session, seen = open_session(name, "full"), list[int]()
-        for batch in session._stream_adapter.turns.batches:
-            monkeypatch.setattr(batch, "_told", lambda count: (seen.append(count), time.sleep(0.01)))
+        batch = session._stream_adapter.turns.batch
+        monkeypatch.setattr(batch, "_told", lambda count: (seen.append(count), time.sleep(0.01)))
         session.close()
         return seen
 
@@ -120,11 +120,11 @@ def test_frames_come_between_two_steps(sizes: Callable[[str], list[int]]) -> Non
     with several(MEMORIES["rekv"], *range(SESSIONS)) as (sessions, alone):
 
         def watch() -> None:
-            while not len(sessions[0]._stream_adapter.turns.batches[True]):
+            while not len(sessions[0]._stream_adapter.turns.batch):
                 time.sleep(0.001)
             for frame in film(6, seed=8).split(1):
                 sessions[1].watch(frame, fps=FPS)
-                during.append(len(sessions[0]._stream_adapter.turns.batches[True]))
+                during.append(len(sessions[0]._stream_adapter.turns.batch))
 
         found = at_once([*(lambda one=one: told(one.ask(QUESTION, TOKENS)) for one in sessions), watch])
     assert found == [*alone, None] and len(during) == 6 and max(seen) == SESSIONS
@@ -207,7 +207,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[mmaccel.VideoSession], 
     def of(session: mmaccel.VideoSession) -> list[int]:
         seen, alone = list[int](), QuestionRunner.step
         monkeypatch.setattr(
-            session._stream_adapter.turns.batches[True],
+            session._stream_adapter.turns.batch,
             "_told",
             lambda count: count > 1 and seen.append(count),
         )
@@ -222,14 +222,14 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[mmaccel.VideoSession], 
 def together(session: mmaccel.VideoSession, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """From now on no answer begins by itself, and no round of the batch, before so many are there."""
     turns = session._stream_adapter.turns
-    batch, advance = turns.batches[True], Speculation.commit_next_tokens
+    batch, advance = turns.batch, Speculation.commit_next_tokens
     holding = batch._holding
 
     def come(there: Callable[[], int]) -> Callable[[], None]:
         all_there = list[bool]()
         return lambda: until(lambda: all_there or (there() == count and all_there.append(True)), 20)
 
-    begun, joined = come(lambda: turns.answers[True]), come(lambda: len(batch))
+    begun, joined = come(lambda: turns.answers), come(lambda: len(batch))
 
     def advancing(self: Any) -> None:
         with turns.release_temporarily():

@@ -162,15 +162,15 @@ def test_what_is_captured_serves_every_stream_of_the_model(monkeypatch: pytest.M
         first.watch(film(25), fps=FPS)
         second.watch(film(25).flip(0), fps=FPS)
         steps: Any = first._live.adapter._few  # type: ignore[union-attr]
-        steps._replays.works = False
+        steps._graphs[0].works = steps._graphs[1].works = False
         wanted = second.ask(QUESTION, 6).ids
-        steps._replays.works = True
+        steps._graphs[0].works = steps._graphs[1].works = True
         for _ in range(2):
             first.ask(QUESTION, 6)
-        captured = {name: set(ways) for name, ways in steps._replays._held.items()}
-        assert len(captured) > 3 and steps is second._live.adapter._few  # type: ignore[union-attr]
+        captured = [{name: set(ways) for name, ways in one._held.items()} for one in steps._graphs]
+        assert len(captured[0]) > 2 and len(captured[1]) and steps is second._live.adapter._few  # type: ignore[union-attr]
         assert second.ask(QUESTION, 6).ids == wanted
-        assert {name: set(ways) for name, ways in steps._replays._held.items()} == captured
+        assert [{name: set(ways) for name, ways in one._held.items()} for one in steps._graphs] == captured
 
 
 KV = every_stream(frames=6, window=8)
@@ -249,7 +249,8 @@ def test_replayed_layers_say_what_layers_launched_one_by_one_say(name: str, kv: 
             for part in film(25).repeat(2, 1, 1, 1).split(10):
                 session.watch(part, fps=FPS)
                 live: Any = session._live
-                live.state._keeps = live.adapter._few._replays.works = works
+                of_questions, of_answers = live.adapter._few._graphs
+                live.state._keeps = of_questions.works = of_answers.works = works
                 if hasattr(live.state, "replays"):
                     live.state.replays.works = works
                 for question in (QUESTION, QUESTION, LONGER, QUESTION):

@@ -30,7 +30,7 @@ def capture_graph(work: Callable[[], Any], device: torch.device, pool: Any) -> t
     """
     with _alone, torch.cuda.device(device):
         graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        side = _side(device, now.cuda_stream, now.priority)
+        side = _side(device, now.cuda_stream)
         side.wait_stream(now)
         with torch.cuda.stream(side):
             _create_handles(device)
@@ -61,12 +61,11 @@ def _create_handles(device: torch.device) -> None:
 
 
 @cache
-def _side(device: torch.device, replaying: int, priority: int) -> Any:
+def _side(device: torch.device, replaying: int) -> Any:
     """The stream of all captures for one stream of a device: libraries keep a workspace for each stream that they have seen,
-    and what is replayed on two streams at a time, a draft beside its target, may not work in one. Of the same priority too:
-    a graph runs with that of the stream on which it was captured."""
+    and what is replayed on two streams at a time, a draft beside its target, may not work in one."""
     with torch.cuda.device(device):
-        side = torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     REPLAYED_ON[side.cuda_stream] = replaying
     return side
 

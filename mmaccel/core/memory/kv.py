@@ -282,7 +282,6 @@ class StreamState(KVState):
     parts: bool = False  # whether units may also come while the question of a snapshot is between two layers
     replays_pass: bool = False  # whether the "units" pass that begun last runs, or ran, by `replay_forward`
     several: bool = False  # whether another snapshot may be asked while the answer on one is decoded
-    apart: bool = False  # whether steps of an answer read nothing that passes of frames write
     forgets: bool = False  # whether units may become too old (`forget_old_units`)
 
     def new_kv_slot(self, layer: int, query: Tensor) -> CacheSlot | None:

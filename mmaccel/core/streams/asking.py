@@ -187,7 +187,6 @@ def run_question(
     )
     alone = running is not None or adapter.attention.recipe.draft.active
     runner.shares = taken is not None and not alone and type(live.around) is MemoryWrapper
-    runner.apart = runner.shares and seen_as.apart and len({*adapter.layer_devices}) == 1
     with state.question_scope(), restore_states_at_exit(running if running is live.running else None):
         try:
             runner.prefill({"stream_pass": stream_pass, "embeds": concat_padded(parts), "goes_on": reads})
@@ -257,7 +256,7 @@ class QuestionRunner(Runner):
     check     called between two layers of the question; may raise `CallEnded`
     pause     lets other threads use the model: called with True between two layers, with False between two passes
     counted   returns the counters of the memory; `token_choice`: how the tokens of the answer are chosen
-    shares, apart  whether steps of the answer may be batched with other answers', and run beside passes of frames
+    shares    whether steps of the answer may be batched with other answers'
     lines     the timed texts (subtitles) of the stream that the prompt contains
     around    wraps the memory during the question, such as an `AttentionRecording` for a draft's pruner
     logits    [1, V] of the first token, set by `prefill`
@@ -280,7 +279,6 @@ class QuestionRunner(Runner):
     counted: Callable[[], dict[str, float]]
     token_choice: TokenChoice
     shares: bool = field(default=False, init=False)
-    apart: bool = field(default=False, init=False)
     lines: tuple[TimedText, ...] = field(default=(), init=False)
     logits: Tensor = field(init=False)
 
@@ -292,7 +290,7 @@ class QuestionRunner(Runner):
         hidden = self.live.run_pass(self.state, stream_pass, embeds, few=True, **how)
         self.logits = self.adapter.logits(hidden[-1:])
         if not inputs.get("goes_on"):
-            with self.adapter.turns.token_stream(self.adapter.device, self.apart):
+            with self.adapter.turns.answering():
                 self.adapter.warm_up_decoding(self.state, self.running)
         return self.logits
 
@@ -388,7 +386,7 @@ class QuestionRunner(Runner):
                         draft.state = strategy.open(adapter.view)
                         draft.state.begin(prompt)
                 one = Speculation(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=meter)
-                adapter.turns.decode_answer(one, self.shares, self.apart)
+                adapter.turns.decode_answer(one, self.shares)
             finally:
                 draft.close()
         adapter.turns.wait_for_queue(adapter.device)

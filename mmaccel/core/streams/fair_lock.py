@@ -1,4 +1,4 @@
-"""`FairLock`: the fair lock of threads that share a model, and the order in which what they launch runs on a GPU."""
+"""`FairLock`: the fair lock of threads that share a model."""
 
 from __future__ import annotations
 
@@ -34,12 +34,9 @@ LAUNCHED = 2
 
 
 class _Waiter(NamedTuple):
-    """A thread that waits; `apart`: it runs tokens in `token_stream`, or lets only such tokens go before it."""
-
     thread: int
     event: threading.Event
     since: float
-    apart: bool = False
     token: bool = False
     ahead: float = 0.0
     over: Callable[[], bool] | None = None
@@ -49,11 +46,10 @@ class FairLock:
     """A lock that threads get in the order in which they asked for it; its holder may take it again.
 
     A holder with a long task yields in between: waiting threads get their turns, and it continues after them. A forward pass
-    of frames yields only to answer tokens, which read snapshots: nothing else may see its half-written memory. A question
-    that shares buffers with other questions yields only to the tokens that do not (`token_stream`).
+    of frames yields only to answer tokens, which read snapshots: nothing else may see its half-written memory.
 
-    On a GPU a holder launches a captured pass and leaves, before the device has run it. Answer tokens then run beside it, on
-    a CUDA stream of higher priority (`token_stream`); the next passes of frames wait while `LAUNCHED` of them are not done.
+    On a GPU a holder launches a captured pass and leaves, before the device has run it. Answer tokens then come before the
+    next passes of frames, which wait while `LAUNCHED` of them are not done.
     """
 
     def __init__(self) -> None:
@@ -62,13 +58,12 @@ class FairLock:
         self._holder: int | None = None
         self._depth, self._paused, self._jumped = 0, False, False
         self._still: _Waiter | None = None  # the pass that stands still for tokens
-        self._apart = set[int]()  # threads in `token_stream`
+        self._answering = set[int]()  # threads that decode an answer
         self._behind: Any = None  # when the device has done what came before the last layer
         self._launched = deque[Any]()  # events, when the device has done the passes of frames
-        self._token_stream: Any = None
         self.steps: Callable[[], Any] = lambda: None  # what streams share, while one of them holds the model
-        self.answers = [0, 0]
-        """Answers under way that can share steps: on the usual CUDA stream, and on that of tokens."""
+        self.answers = 0
+        """Answers under way that can share steps."""
         self.waiting_passes = list[Any]()
         """Passes of frames that wait (`joint.QueuedUnits`); whoever has the turn may run them."""
 
@@ -103,12 +98,10 @@ class FairLock:
         else:
             self._aside(lambda: bool(self._waiting), token=not inside, inside=inside)
 
-    def yield_to_answers(self, apart: bool = False) -> None:
-        """In the middle of a pass, give turns to answer tokens that have waited for `PATIENCE_S` seconds, nothing else. With
-        `apart`, only to those in `token_stream`, and to none from within it: the pass shares buffers with others."""
-        if not (apart and threading.get_ident() in self._apart):
-            late = partial(self._late, self._waiting, apart)
-            self._aside(lambda: self._still is None and late() is not None, still=True, apart=apart)
+    def yield_to_answers(self) -> None:
+        """In the middle of a pass, give turns to answer tokens that have waited for `PATIENCE_S` seconds, nothing else."""
+        late = partial(self._late, self._waiting)
+        self._aside(lambda: self._still is None and late() is not None, still=True)
 
     def yield_between_layers(self, device: torch.device, *_: Any) -> None:
         """Give waiting answer tokens their turns, between two layers of a pass on `device`. While one waits, the host runs
@@ -126,19 +119,14 @@ class FairLock:
         self._aside(lambda: self._still is not None)
 
     def _aside(
-        self,
-        when: Callable[[], bool],
-        token: bool = False,
-        inside: bool = False,
-        still: bool = False,
-        apart: bool = False,
+        self, when: Callable[[], bool], token: bool = False, inside: bool = False, still: bool = False
     ) -> None:
         """Queue as the last one, if the lock is held and `when` says so, and wait for it."""
         with self._lock:
             if self._holder != threading.get_ident() or not when():
                 return
             depth, self._paused = self._depth, self._paused or inside
-            mine = self._queue(token=token, apart=apart)
+            mine = self._queue(token=token)
             self._still = mine if still else self._still
             self._next()
         try:
@@ -153,8 +141,8 @@ class FairLock:
             self._paused = self._paused and not inside
 
     def wait_for_queue(self, device: torch.device) -> None:
-        """Wait until `device` has done what is queued, except tokens in `token_stream`. Only answer tokens get turns until
-        then. The holder calls it before it reads results, which it would else wait for while tokens wait for the lock."""
+        """Wait until `device` has done what is queued; only answer tokens get turns until then. The holder calls it before
+        it reads results: else tokens that wait for the lock wait for these too."""
         self.wait_for_paused_pass()
         if device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -200,53 +188,40 @@ class FairLock:
         except RuntimeError:  # of the device, which whoever uses it next is told
             self._launched.clear()
 
-    @contextmanager
-    def token_stream(self, device: torch.device, when: bool = True) -> Iterator[None]:
-        """Context in which the thread, which holds the lock, launches the tokens of an answer, on a CUDA stream of high
-        priority. It begins when the device has done what is queued, and lets others have the lock until then; passes of
-        frames that come later run beside it. What follows the context runs behind it. Does nothing on a CPU, or unless
-        `when`."""
-        if device.type != "cuda" or not when:
-            yield
-            return
-        with torch.cuda.device(device):
-            usual = torch.cuda.current_stream()
-            if self._token_stream is None:
-                self._token_stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
-            stream, ready = self._token_stream, torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            ready.record(usual)
-            self._apart.add(threading.get_ident())
-            try:
-                # Not on the device, where the tokens of other answers would wait too.
-                with self.release_temporarily():
-                    ready.synchronize()
-                with torch.cuda.stream(stream):
-                    yield
-            finally:
-                self._apart.discard(threading.get_ident())
-                usual.wait_stream(stream)
+    @property
+    def is_answering(self) -> bool:
+        """Whether the calling thread decodes an answer (`answering`)."""
+        return threading.get_ident() in self._answering
 
-    def decode_answer(self, one: Speculation, shares: bool, apart: bool = False) -> None:
-        """Decode an answer, holding the lock; with `shares` its steps may be batched with those of other answers, and with
-        `apart` they run in `token_stream`."""
-        self.answers[apart] += shares
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Context in which the calling thread decodes an answer, also between two layers of another thread's question."""
+        self._answering.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._answering.discard(threading.get_ident())
+
+    def decode_answer(self, one: Speculation, shares: bool) -> None:
+        """Decode an answer, holding the lock; with `shares` its steps may be batched with those of other answers."""
+        self.answers += shares
         adapter: Any = one.target.adapter  # type: ignore[attr-defined]
         try:
-            with self.token_stream(adapter.device, apart):
+            with self.answering():
                 while not one.ended:
-                    if shares and self.answers[apart] > 1 and adapter.can_batch_answers:
+                    if shares and self.answers > 1 and adapter.can_batch_answers:
                         one.target.together = BatchedAnswerSteps(self)
                         with self.release_temporarily():
-                            self.batches[apart].run([one])
+                            self.batch.run([one])
                     else:
                         one.commit_next_tokens()
         finally:
-            self.answers[apart] -= shares
+            self.answers -= shares
 
     @cached_property
-    def batches(self) -> tuple[Batch, Batch]:
+    def batch(self) -> Batch:
         """In which answers that share steps are decoded (see `answers`); each round holds the lock."""
-        return Batch(holding=partial(self.hold, token=True)), Batch(holding=partial(self.hold, token=True))
+        return Batch(holding=partial(self.hold, token=True))
 
     @contextmanager
     def release_temporarily(self) -> Iterator[None]:
@@ -273,12 +248,11 @@ class FairLock:
         self._holder, self._depth = (self._holder, self._depth) if mine else (None, 0)
         self._paused, self._still, self.waiting_passes = False, None, []
         self._launched.clear()
-        self._apart.clear()
-        self.__dict__.pop("batches", None)
+        self._answering &= {threading.get_ident()}
+        self.__dict__.pop("batch", None)
 
-    def _queue(self, apart: bool = False, **how: Any) -> _Waiter:
-        me = threading.get_ident()
-        mine = _Waiter(me, threading.Event(), monotonic(), apart or me in self._apart, **how)
+    def _queue(self, **how: Any) -> _Waiter:
+        mine = _Waiter(threading.get_ident(), threading.Event(), monotonic(), **how)
         self._waiting.append(mine)
         return mine
 
@@ -316,10 +290,10 @@ class FairLock:
             if not self._depth:
                 self._next()
 
-    def _late(self, some: Iterable[_Waiter], apart: bool = False) -> _Waiter | None:
+    def _late(self, some: Iterable[_Waiter]) -> _Waiter | None:
         """Of `some` the token that has waited longest, if that is too long; `_lock` is held."""
         late = monotonic() - PATIENCE_S
-        return next((one for one in some if one.token and one.since <= late and one.apart >= apart), None)
+        return next((one for one in some if one.token and one.since <= late), None)
 
     def _next(self) -> None:
         """Give the lock to who has waited longest, every other time to a token that waits for too long; while a pass stands
@@ -330,9 +304,7 @@ class FairLock:
             mine.event.set()
         self._drop_done_passes()
         still = self._still
-        able = [
-            x for x in self._waiting if still is None or x is still or (x.token and x.apart >= still.apart)
-        ]
+        able = [one for one in self._waiting if still is None or one is still or one.token]
         if len(self._launched) >= LAUNCHED:
             able = [one for one in able if one.over is None]
         late = None if self._jumped else self._late(able)

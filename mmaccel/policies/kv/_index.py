@@ -27,7 +27,7 @@ from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import Policy
 from mmaccel.policies.kv._window import Pair
 
-LEAST = 256
+LEAST = 128
 """Units that are no more are let go of when they are so many at least."""
 SPARE = 0.25
 """Tensors of keys on the device grow by this share, and then lie elsewhere; doubling would waste up to half of them."""

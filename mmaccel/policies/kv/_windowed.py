@@ -99,7 +99,7 @@ class StreamMemory(IngestState):
     def parts(self) -> bool:  # type: ignore[override]
         return type(self) is StreamMemory  # a subclass says itself whether what it keeps bears that
 
-    several = apart = property(lambda self: self.parts)
+    several = property(lambda self: self.parts)
 
     def _answered(self, taken: Any) -> None:
         self._kept = taken._kept

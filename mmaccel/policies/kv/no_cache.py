@@ -93,7 +93,7 @@ class _Frames(FrameMemory):
                 self._stride *= 2
                 self._held = {n: held for n, held in self._held.items() if n % self._stride == 0}
 
-    parts = several = apart = True
+    parts = several = True
 
     def snapshot(self, stream: Stream, pause: Callable[[], None]) -> StreamState:
         taken = copy.copy(self)

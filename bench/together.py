@@ -157,7 +157,7 @@ def verified_part(bench: Bench) -> Iterator[Step]:
         return run
 
     for count, share in SEQUENCES:
-        yield Step(f"verified:{count}", 45.0 if count < 16 else 90.0, of(count, share))
+        yield Step(f"verified:{count}", 120.0, of(count, share))
 
 
 def pace(

@@ -89,11 +89,18 @@ class UnitRowMap:
     """Maps the units (frames) of a stream to rows of a buffer, on the host, in NumPy; rows of forgotten units are reused.
 
     The first k rows belong to the units `old` [k], ascending, and each later row n to unit n + `gap`. Until `keep_rows` is
-    called, a unit's row is its number.
+    called, a unit's row is its number. With `may_move`, set where a stream is to forget units, what is captured as a CUDA
+    graph looks rows up from the start.
     """
 
     def __init__(self) -> None:
+        self.may_move = False
         self.clear()
+
+    @property
+    def moves(self) -> bool:
+        """Whether rows differ from numbers, or may later."""
+        return self.may_move or self.gap > 0
 
     def clear(self) -> None:
         """Reset the mapping: the buffer row of each unit (frame) is its number."""

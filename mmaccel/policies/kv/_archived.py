@@ -226,6 +226,8 @@ class SharedArchive(ArchivedMemory):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self.store.relieve = _weakly(self._relieved)
+        if self.store.spill == "drop_oldest" or self.forgets:
+            self.index.at.may_move = self.store.table.at.may_move = True
         _open[self] = None
         # Snapshots whose questions are under way: what these may be about to fetch stays. One that never ran is nobody's.
         self._questioned = weakref.WeakSet[SharedArchive]()

@@ -27,7 +27,7 @@ from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import Policy
 from mmaccel.policies.kv._window import Pair
 
-LEAST = 128
+LEAST = 256
 """Units that are no more are let go of when they are so many at least."""
 SPARE = 0.25
 """Tensors of keys on the device grow by this share, and then lie elsewhere; doubling would waste up to half of them."""
@@ -126,7 +126,7 @@ class Index(ABC):
         """Of units, on the host: those whose keys and values are no more."""
         self._units = 0
         """Units that the device knows of."""
-        self._at = UnitRowMap()
+        self.at = UnitRowMap()
         """Whoever asks speaks of units; tensors are by row, which is the same until `compact`."""
         self._ready: SearchTables | None = None
         self._fixed: dict[str, Tensor] = {}
@@ -146,7 +146,7 @@ class Index(ABC):
 
     def forget(self, units: Sequence[int]) -> None:
         """Exclude `units` (frames), whose keys and values were dropped, from searches."""
-        rows = torch.from_numpy(self._at.rows_of(np.array(units, dtype=np.int64)))
+        rows = torch.from_numpy(self.at.rows_of(np.array(units, dtype=np.int64)))
         rows = rows[rows >= 0]
         self.absent = grow_buffer(self.absent, 0, int(rows.max()) + 1 if len(rows) else 0, fill=0, share=1.0)
         self.absent[rows] = True
@@ -154,7 +154,7 @@ class Index(ABC):
 
     def forget_from(self, end: int) -> None:
         """Forget the units (frames) from number `end` on; later units will get these numbers."""
-        self.absent = self.absent[: self._at.count_rows_below(end)].clone()
+        self.absent = self.absent[: self.at.count_rows_below(end)].clone()
         self._ready = None
 
     def compact(self) -> None:
@@ -163,7 +163,7 @@ class Index(ABC):
         if not rows or gone < LEAST or 2 * gone <= rows:
             return
         kept = (~grow_buffer(self.absent, 0, rows, fill=0, share=0.0)[:rows]).nonzero()[:, 0]
-        self._at.keep_rows(rows, kept)
+        self.at.keep_rows(rows, kept)
         self.absent, self._ready = torch.zeros(0, dtype=torch.bool), None
         self._fixed = {k: x for k, x in self._fixed.items() if not is_too_long(len(kept), max(x.shape))}
         self._keep(kept)
@@ -293,11 +293,11 @@ class Index(ABC):
     def _surveyed(self, end: int, room: int, absent: Tensor) -> dict[str, Any]:
         """Of the `SearchTables` of units below `end`, by `room` rows: those that are not `absent` [rows], and numbers."""
         rows, some = len(absent), bool(absent.any())
-        number = self._fix("number", torch.from_numpy(self._at.units_of(room))) if self._at.gap else None
+        number = self._fix("number", torch.from_numpy(self.at.units_of(room))) if self.at.moves else None
         here = torch.arange(rows, device=self.device)
         if number is not None or some:
             # By the host, which knows them: a mask on the device would be waited for.
-            here = self._sent(torch.from_numpy(self._at.units_of(rows))[~absent])
+            here = self._sent(torch.from_numpy(self.at.units_of(rows))[~absent])
         return {"end": end, "entries": here, "number": number, "rows": rows}
 
     def copy(self) -> Index:
@@ -330,7 +330,7 @@ class Index(ABC):
 
     def addresses(self) -> Hashable:
         """Return addresses and shapes of all tensors that searches read; while equal, captured CUDA graphs are valid."""
-        return self._at.gap > 0, *((x.data_ptr(), x.shape) for x in (*self._places(), *self._fixed.values()))
+        return self.at.moves, *((x.data_ptr(), x.shape) for x in (*self._places(), *self._fixed.values()))
 
     # The stream as a whole.
 

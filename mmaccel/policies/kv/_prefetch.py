@@ -78,7 +78,7 @@ class Prefetcher:
         self._seconds = dict.fromkeys(("slack_seconds", "waited_seconds", "waited_missing_seconds"), 0.0)
         self._guessed: list[Tensor] = []
         self._brought: list[_Brought] = []
-        self._wanted_later = self._gap = 0
+        self._wanted_later, self._gap, self._moves = 0, 0, False
         # Codes of what was gathered since they were counted, and how many before were of the store.
         self.crossing: list[Tensor] = []
         self._crossed: Tensor | None = None
@@ -96,8 +96,8 @@ class Prefetcher:
         """Start a question: build the tables of where units (frames) are; those from number `first` on are in the window."""
         self._first, at = first, self._store.table.at
         begins, rows = self._begins(), self._store.table.slots_on_device()
-        if at.gap != self._gap or (at.gap and at.old is not self._units):
-            self._gap, self._units = at.gap, at.old
+        if at.gap != self._gap or (at.moves and at.old is not self._units):
+            self._gap, self._units, self._moves = at.gap, at.old, at.moves
             self._old = grow_buffer(self._old, 0, max(len(at.old), KEPT), used=0, share=0.0).fill_(NEVER)
             self._old[: len(at.old)] = on_device(torch.from_numpy(at.old), self._store.device)
             self._cached.fill_(NEVER)  # of some the store may be rid
@@ -123,11 +123,11 @@ class Prefetcher:
     def addresses(self) -> Hashable:
         """Return addresses and shapes of tensors that `location_codes` and others read; CUDA graphs hold while equal."""
         read = self._known, self._tables, self._cached, self._old
-        return bool(self._gap), tuple((one.data_ptr(), one.shape) for one in read)
+        return self._moves, tuple((one.data_ptr(), one.shape) for one in read)
 
     def _rows(self, entries: Tensor) -> Tensor:
         """The table rows of `entries` (see `UnitRowMap`), -1 of -1."""
-        if not self._gap:
+        if not self._moves:
             return entries
         row = torch.maximum(entries - self._known[2], torch.searchsorted(self._old, entries))
         return torch.where(entries < 0, entries, row)

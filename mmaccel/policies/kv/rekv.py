@@ -45,7 +45,7 @@ class FrameIndex(Index):
         self.time, self._units = self.time[:, :0], len(kept)
 
     def _survey(self, end: int) -> SearchTables:
-        room, rows = self.key.shape[1], self._at.count_rows_below(end)
+        room, rows = self.key.shape[1], self.at.count_rows_below(end)
         number = torch.arange(room, device=self.device)
         gone = grow_buffer(self.absent, 0, room, fill=0, share=0.0)[:room]
         told = self._surveyed(end, room, gone[:rows])
@@ -53,7 +53,7 @@ class FrameIndex(Index):
         if count < rows:
             here &= ~self._sent(gone)
         if self.time.shape[1] != room:
-            self.time = self._sent(torch.from_numpy(self._at.units_of(room))).float().repeat(self.layers, 1)
+            self.time = self._sent(torch.from_numpy(self.at.units_of(room))).float().repeat(self.layers, 1)
 
         owner, within = torch.where(here, number, room + 1), torch.zeros_like(number)
         made = {"owner": owner, "within": within, "flat": number, "size": here.long()}
@@ -72,7 +72,7 @@ class FrameIndex(Index):
         self._units, self._ready = mark, None
 
     def clear(self) -> None:
-        self._at.clear()
+        self.at.clear()
         self.restore(0)
 
     def save(self, folder: Path) -> None:
@@ -87,12 +87,12 @@ class FrameIndex(Index):
                 if self._units
             },
         )
-        facts = {"gone": self.absent.nonzero()[:, 0].tolist(), **self._at.to_dict()}
+        facts = {"gone": self.absent.nonzero()[:, 0].tolist(), **self.at.to_dict()}
         checkpoint_io.write_json(folder / "index.json", facts)
 
     def load(self, folder: Path, units: int) -> None:
         facts = checkpoint_io.read_json(folder / "index.json", {"gone": list})
-        units = self._at.load_dict(facts, units)
+        units = self.at.load_dict(facts, units)
         groups, size = self.geometry.kv_heads, self.geometry.head_dim
         names = ("mean", "mean_value") if self.summaries else ("mean",)
         wanted = {

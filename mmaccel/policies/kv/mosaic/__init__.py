@@ -80,7 +80,7 @@ class ClusterIndex(Index):
             self.tree.assign_units(self._window)
         while self.tree.means.waiting_passes > keep:
             retrieved = self.tree.means.add_oldest_waiting_pass()
-            retrieved = None if retrieved is None else torch.from_numpy(self._at.rows_of(retrieved.numpy()))
+            retrieved = None if retrieved is None else torch.from_numpy(self.at.rows_of(retrieved.numpy()))
             if retrieved is not None and self.tree.has_clusters:
                 owners = self.tree.semantic.owner.gather(1, retrieved)
                 at = (owners >= 0).nonzero(as_tuple=True)
@@ -125,8 +125,8 @@ class ClusterIndex(Index):
             if self.summaries:
                 self.value[at] = self._sent(kept.means(kept.values, layer, members), self.value)
             unit = members
-            if self._at.gap:
-                unit = torch.from_numpy(self._at.units_of(kept.units))[members.clamp_min(0)]
+            if self.at.gap:
+                unit = torch.from_numpy(self.at.units_of(kept.units))[members.clamp_min(0)]
             time = unit.masked_fill(members < 0, 0).sum(1) / level.size[layer, cluster].clamp_min(1)
             self.time[at] = self._sent(time, self.time)
         self._refresh_visual()
@@ -183,7 +183,7 @@ class ClusterIndex(Index):
         self.refresh()
 
     def _survey(self, end: int) -> SearchTables:
-        tree, layers, whole, end = self.tree, self.layers, end, self._at.count_rows_below(end)
+        tree, layers, whole, end = self.tree, self.layers, end, self.at.count_rows_below(end)
         absent = grow_buffer(self.absent, 0, end, fill=0, share=0.0)[:end]
         some = bool(absent.any())
         visual = parent = None
@@ -246,15 +246,15 @@ class ClusterIndex(Index):
         self.tree.restore(mark)
 
     def clear(self) -> None:
-        self._at.clear()
+        self.at.clear()
         self.tree.clear()
         self.refresh()
 
     def cluster_of_units(self) -> dict[str, Tensor]:
         rows, found = self.tree.units, dict[str, Tensor]()
         for name, level in self.tree.levels().items():
-            found[name] = level.owner.new_full((level.layers, rows + self._at.gap), -1)
-            found[name][:, self._at.units_of(rows)] = level.owner[:, :rows]
+            found[name] = level.owner.new_full((level.layers, rows + self.at.gap), -1)
+            found[name][:, self.at.units_of(rows)] = level.owner[:, :rows]
         return found
 
     def nbytes(self) -> int:
@@ -273,10 +273,10 @@ class ClusterIndex(Index):
 
     def save(self, folder: Path) -> None:
         self.cluster_units()
-        self.tree.save(folder, {"absent": self.absent.nonzero()[:, 0].tolist(), **self._at.to_dict()})
+        self.tree.save(folder, {"absent": self.absent.nonzero()[:, 0].tolist(), **self.at.to_dict()})
 
     def load(self, folder: Path, units: int) -> None:
-        units = self._at.load_dict(checkpoint_io.read_json(folder / "clusters.json", {}), units)
+        units = self.at.load_dict(checkpoint_io.read_json(folder / "clusters.json", {}), units)
         gone = self.tree.load(folder, units)
         self.absent = torch.zeros(units, dtype=torch.bool)
         self.absent[gone] = True

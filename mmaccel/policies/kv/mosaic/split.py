@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from mmaccel.backends.ops.clusters import copy_units, slab_alignment
-from mmaccel.core.memory.buffers import grow_buffer, is_too_long
+from mmaccel.core.memory.buffers import LEAST, grow_buffer, is_too_long
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, mean_variance_and_size, pooled_variance
@@ -233,7 +233,8 @@ class UnitMeans:
         end, pinned = self.units + len(look), self._device.type == "cuda"
         for name, rows in (("_look", look), ("key_buffer", key), ("_value", value)):
             held = getattr(self, name)
-            grown = grow_buffer(held, 0, end, fill=0, share=1.0, pinned=pinned and name == "key_buffer")
+            room = max(end, LEAST)  # whoever holds as many never needs more, and keeps what was captured
+            grown = grow_buffer(held, 0, room, fill=0, share=1.0, pinned=pinned and name == "key_buffer")
             if grown is not held and name == "key_buffer":
                 self._before = held if pinned else None
             grown[self.units : end] = rows.to(grown)

@@ -298,8 +298,7 @@ def test_a_replayed_question_sees_what_one_launched_by_one_sees(
         plain, replayed = (driven.evidence for driven in both)
         assert plain.keys() == replayed.keys()
         for number, seen in plain.items():
-            # Shares are sums over more columns where some are hidden: in float32 they may round otherwise.
-            told = replayed[number]
+            told = replayed[number]  # shares of more columns, of which some are hidden, may round otherwise
             assert (seen.share, seen.retrieved) == (told.share, told.retrieved)
             assert seen.score == pytest.approx(told.score, rel=1e-5, abs=1e-7)
     # Made anew when something was moved, not at each of 48 questions; there are three a layer, and two of passes.
@@ -312,15 +311,16 @@ def test_a_replayed_question_sees_what_one_launched_by_one_sees(
 def test_a_replayed_pass_sees_what_one_launched_by_one_sees(
     limit: int, fields: dict[str, Any], replays: Callable[[Driven], None]
 ) -> None:
-    """Rows of units that a store dropped are given back; no capture is lost by it, but for the first time."""
+    """Rows of units that a store dropped are given back; no capture is lost by it."""
     both, made = [Driven(encode_frames=3, limit=limit, **fields) for _ in range(2)], list[int]()
     replays(both[1])
     for step in range(25):
-        one, other = (driven.watch(3 if step else 14, 2) for driven in both)
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert all(map(torch.equal, *(driven.watch(3 if step else 14, 2) for driven in both)))
         for driven in both if step % 6 == 5 else ():
             driven.ask(step % 5)
-        gaps, made = [x.state.checkpoint() and x.index._at.gap for x in both], [*made, Replayed.made]
+        gaps, made = [x.state.checkpoint() and x.index.at.gap for x in both], [*made, Replayed.made]
+        looks: Any = both[1].index.addresses(), both[1].state.prefetcher.addresses()
+        assert not step or [one[0] for one in looks] == ["store" in fields] * 2
     assert gaps[0] == gaps[1] and (gaps[0] > 30, both[0].state._base > 0) == ("store" in fields, limit == 150)
     # Made anew where the base becomes one, or what is read was moved; there are 50 passes, of one and of two units.
     assert 2 <= made[-1] <= 20 and (made[-1] == made[17] or not gaps[0] or limit == 150)

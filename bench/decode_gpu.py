@@ -2,11 +2,9 @@
 
     python bench/decode_gpu.py pipeline --out bench/results/pipeline_h200x2_202601.jsonl
     python bench/decode_gpu.py pipeline --target llava-onevision-72b --draft llava-onevision-7b --device cuda:{0,1} --out ...
-    python bench/decode_gpu.py steps --target qwen2.5-vl-7b --out ...
     python bench/decode_gpu.py pipeline --device cpu --layers 1 --target qwen2.5-vl-3b --draft qwen2.5-vl-3b --shrink 64 ...
 
 Parts, each of some steps whose rows are written as they are made:
-
 steps     a captured step of one and of several rows, beside the time in which the device reads weights and cache once
 pipeline  a draft on the next device ahead of its target: alone, the pipeline at two windows and at the measured one, in
           turns, trees, all with replayed acceptance (see replayed.py); then whole, through `generate`, prefill and pruning
@@ -14,19 +12,14 @@ pipeline  a draft on the next device ahead of its target: alone, the pipeline at
 together  sequences of calls of their own in steps that they share, beside one at a time (together.py)
 verified  the same with a draft of each, replayed acceptance, judged in shared steps, beside plain shared steps (together.py)
 
-A target that fills one device and some of a second, the draft beside it there: --device cuda:0 cuda:0 cuda:0 cuda:1
---draft-device cuda:1.
-
-A row of several draws has all their tokens over all their seconds, the standard error of that, and each draw's pace. One
-generation of 512 tokens at p = 0.81 keeps 0.81 +- 0.017 of them: three are too few.
-
-A step that fails or outlasts its time leaves the others alone; one whose row is in the file is not run again.
+A target on one device and some of a second, the draft beside it: --device cuda:0 cuda:0 cuda:1 --draft-device cuda:1. A row
+of several draws has all their tokens over all their seconds, the standard error of that, and each draw's pace.
+A step that fails leaves the others alone; one whose row is in the file is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -213,31 +206,6 @@ PARTS: dict[str, Callable[[Bench], Iterator[Step]]] = {
 }
 
 
-class Overrun(BaseException):
-    """A step outlasted its time; no handler of errors on the way may take it for a draft's."""
-
-
-def limited(step: Step) -> Step:
-    """`step`, broken off when it takes three times what it should."""
-    seconds = 20 + 3 * step.seconds
-
-    def late(*_: object) -> None:
-        raise Overrun
-
-    def run(options: argparse.Namespace, log: Log) -> None:
-        before = signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            step.run(options, log)
-        except Overrun:
-            raise TimeoutError(f"took more than {seconds:g} s") from None
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-    return Step(step.name, step.seconds, run)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     parser = documented_parser(__doc__)
@@ -274,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.device = options.devices[0]
     bench = Bench(options)
     try:
-        run_steps([limited(step) for part in options.parts for step in PARTS[part](bench)], options)
+        run_steps([step for part in options.parts for step in PARTS[part](bench)], options)
     finally:
         bench.stop()
 

@@ -27,7 +27,7 @@ from mmaccel.core.decoding.generate import Speculation, decode_round_robin
 from mmaccel.core.decoding.worker import READY, MessageSocket, Worker
 from mmaccel.core.report import DraftRounds
 from mmaccel.models import decode as decoding
-from mmaccel.models import prompt_stream, runner, shapes
+from mmaccel.models import loading, prompt_stream, runner, shapes
 from mmaccel.models import step as steps
 from mmaccel.models.attention import wrap_kv_cache
 from mmaccel.models.decode import ROWS
@@ -102,7 +102,10 @@ def verdicts(count: int, keep: float, dice: torch.Generator) -> Tensor:
 
 
 def model_of(shape: str, device: str, layers: int | None = None, devices: Sequence[str] = ()) -> nn.Module:
-    """A model of a shape in bfloat16, random weights, with one layer of vision; `devices` to spread its layers over."""
+    """A model of a shape in bfloat16, random weights, one layer of vision, over `devices`; or a trained one (tiny-...)."""
+    if shape.startswith("tiny-"):
+        kind = torch.float32 if device == "cpu" else torch.bfloat16
+        return loading.load_model(shape, dtype=kind, device=device)
     more: dict[str, Any] = {"devices": devices} if devices else {"device": device}
     return shapes.build_model(shape, layers=layers, vision_layers=1, dtype=torch.bfloat16, **more)
 

@@ -1,10 +1,10 @@
 """Sequences decoded together: tokens a second in all, beside one sequence at a time. A part of `decode_gpu.py`:
 
 python bench/decode_gpu.py together --target qwen2.5-vl-7b --device cuda:0 --tokens 256 --out ...
-python bench/decode_gpu.py together --target llava-onevision-0.5b --device cpu --layers 2 --shrink 64 --out ...
 python bench/decode_gpu.py verified --target llava-onevision-7b --draft llava-onevision-0.5b --keep 0.8 --out ...
 
-The second part has a draft for each sequence, with replayed acceptance, beside plain steps of the same batch.
+The second part has a draft for each sequence, with replayed acceptance, beside plain steps of the same batch; or with its
+own, where a trained pair captions films of the world: `--target tiny-ov --draft tiny-ov-draft`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
+from typing import Any
 
 import torch
 from pair import Bench, InTurns, seeds, spread, tell
-from replayed import VOCAB, Counting, CountingTogether, after, assumed, cache_bytes, wait
+from replayed import VOCAB, CountingTogether, after, assumed, cache_bytes, wait
 from steps import Step
 from timing import Log, measure
 
+import mmaccel
 from mmaccel.cli import answer
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.batch import LENGTHS, TRIED, Batch, DraftLengthTuner
-from mmaccel.core.decoding.draft import DraftState
+from mmaccel.core.decoding.draft import DraftState, Prompt
 from mmaccel.core.decoding.generate import Speculation
 from mmaccel.core.report import Meter
+from mmaccel.media import Video
+from mmaccel.models.attention import wrap_kv_cache
 from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner
 from mmaccel.models.together import BatchedDecodeSteps
 from mmaccel.policies.draft import Sequential
+from mmaccel_lab.eval.caption import caption_cases
+from mmaccel_lab.world import render
 
 COUNTS = (1, 2, 4, 8)
 """Sequences at once."""
@@ -46,9 +52,10 @@ def together_part(bench: Bench) -> Iterator[Step]:
         model, columns = bench.target, bench.columns
         family, rows = adapter_for(model), ROWS if bench.device.type == "cuda" else ()
         runners = [HFRunner(model, family, after(model, columns).cache, rows) for _ in range(max(COUNTS))]
+        begun = [assume(columns, bench.tokens, seat, bench.device) for seat in range(max(COUNTS))]
         alone, said = [], []
         for runner in runners:
-            paces = [pace([runner], columns, bench.tokens) for _ in range(2)]  # captured in the first
+            paces = [pace([runner], begun) for _ in range(2)]  # captured in the first
             alone.append(paces[-1][0])
             said += paces[-1][1]
         one = statistics.median(alone)
@@ -56,7 +63,7 @@ def together_part(bench: Bench) -> Iterator[Step]:
             runner.together = runners[0].together or BatchedDecodeSteps.find_or_create(runner)
         for count in COUNTS:
             some = runners[:count]
-            taken = [pace(some, columns, bench.tokens) for _ in range(1 + min(options.repeats, 3))][1:]
+            taken = [pace(some, begun) for _ in range(1 + min(options.repeats, 3))][1:]
             ids = [torch.ones(1, 1, dtype=torch.long, device=model.device)] * count
 
             def step(some: Sequence[HFRunner] = some, ids: Sequence[torch.Tensor] = ids) -> None:
@@ -79,10 +86,11 @@ def together_part(bench: Bench) -> Iterator[Step]:
     yield Step("together", 60.0, run)
 
 
+Start = tuple[Prompt, torch.Tensor]  # that has been read, and the logits of its last token
 SEQUENCES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 4), (32, 4))
 """Sequences at once, and by what the columns of each are divided."""
 WINDOW, WARMUPS = 15, 2
-"""Tokens that a draft proposes at most, as often as that pays; and generations of each way before those that count."""
+"""Most tokens that a draft proposes; and generations of each way before those that count."""
 
 
 class EachWindow(DraftLengthTuner):
@@ -113,25 +121,26 @@ class Watched(DraftLengthTuner):
 def verified_part(bench: Bench) -> Iterator[Step]:
     """Each sequence has a draft, all on the target's device: drafts propose in shared steps, as many tokens as pay at that
     load, and one step of the target judges them all; beside it the same batch without drafts, in turns."""
-    seated: dict[int, list[tuple[Counting, Counting]]] = {}
+    seated: dict[int, list[tuple[Any, Any, Start]]] = {}
+    trained = bench.given.target.startswith("tiny-")
 
-    def seats(columns: int, count: int) -> list[tuple[Counting, Counting]]:
+    def seats(columns: int, count: int) -> list[tuple[Any, Any, Start]]:
         for other in seated.keys() - {columns}:
             del seated[other]
         some = seated.setdefault(columns, [])
         while len(some) < count:
-            both = (after(bench.target, columns, keep=bench.given.keep), after(bench.small, columns))
-            for number, runner in enumerate(both):
+            some.append((read_film if trained else assume_both)(bench, columns, len(some)))
+            for number, runner in enumerate(some[-1][:2]):
                 runner.memory()  # takes the columns over
-                runner.together = some[0][number].together if some else CountingTogether(runner)
-            some.append(both)
+                kind = BatchedDecodeSteps if trained else CountingTogether
+                runner.together = some[0][number].together if len(some) > 1 else kind(runner)
         return some[:count]
 
     def of(count: int, share: int) -> Callable[[argparse.Namespace, Log], None]:
         def run(options: argparse.Namespace, log: Log) -> None:
             columns = max(bench.columns // share, 64)
             some, given = seats(columns, count), bench.given
-            targets = [target for target, _ in some]
+            targets, begun = [target for target, *_ in some], [start for *_, start in some]
             choice = Sequential(model="shape", window=WINDOW)
             plain, drafted, load = list[float](), list[float](), Watched()
             # In the first, steps are compiled and captured; in the next, windows are tried; both are dropped.
@@ -139,17 +148,18 @@ def verified_part(bench: Bench) -> Iterator[Step]:
                 if seed == 1:
                     load.windows.clear()
                     load.kept = load.tried = 0
-                for seat, target in enumerate(targets):
+                for seat, target in enumerate(() if trained else targets):
                     target.dice.manual_seed(1000 * seed + seat)
-                plain.append(pace(targets, columns, bench.tokens)[0])
-                drafts = [InTurns(draft, bench.device, choice, VOCAB) for _, draft in some]
+                plain.append(pace(targets, begun)[0])
+                drafts = [InTurns(draft, bench.device, choice, VOCAB) for _, draft, _ in some]
                 now = load if number else EachWindow()
-                drafted.append(pace(targets, columns, bench.tokens, drafts, now)[0])
+                drafted.append(pace(targets, begun, drafts, now)[0])
             mean, error = spread(drafted[WARMUPS:])
             bare, _ = spread(plain[WARMUPS:])
-            told = {"target": given.target, "draft": given.draft, "keep": given.keep, "sequences": count}
-            told |= {"columns": columns, "tokens": bench.tokens, "draws": given.draws, "plain_per_s": bare}
-            told |= {"drafted_per_s": mean, "error_per_s": error, "over_plain": mean / bare}
+            told: dict[str, Any] = {"target": given.target, "draft": given.draft, "sequences": count}
+            told |= {"keep": None if trained else given.keep, "columns": begun[0][0].inputs["assumed"][0]}
+            told |= {"tokens": bench.tokens, "draws": given.draws, "plain_per_s": bare, "drafted_per_s": mean}
+            told |= {"error_per_s": error, "over_plain": mean / bare}
             told |= {"plain_each": plain, "drafted_each": drafted}
             told |= {"kept_share": load.kept / max(load.tried, 1), "rounds_by_window": dict(load.windows)}
             tell(log, case="verified", **told, window_ms=load.median_round_ms(count))
@@ -160,15 +170,41 @@ def verified_part(bench: Bench) -> Iterator[Step]:
         yield Step(f"verified:{count}", 120.0, of(count, share))
 
 
+def assume(columns: int, tokens: int, seat: int, device: torch.device) -> Start:
+    """A prompt that is taken to have been read, and its logits."""
+    said = assumed(columns, tokens, seat, device)
+    return said, torch.nn.functional.one_hot(said.ids[:, -1], VOCAB).float()
+
+
+def assume_both(bench: Bench, columns: int, seat: int) -> tuple[Any, Any, Start]:
+    """Target and draft that are taken to have read `columns`."""
+    target, draft = after(bench.target, columns, keep=bench.given.keep), after(bench.small, columns)
+    return target, draft, assume(columns, bench.tokens, seat, bench.device)
+
+
+def read_film(bench: Bench, columns: int, seat: int) -> tuple[Any, Any, Start]:
+    """Target and draft of ours that have read a film of the world, of some `columns`, and the request for its caption."""
+    processor, frames = mmaccel.load_processor(bench.given.target), max(columns // 16, 4)
+    case = next(caption_cases(frames, 1, 100 + seat))
+    film = render(case.world.table(), 84, 140)
+    turn = case.content(Video(film, torch.arange(frames).double(), 1.0, 1.0, float(frames)))
+    inputs, runners = answer.prompt_inputs(processor, turn, bench.target), list[HFRunner]()
+    for model in (bench.target, bench.small):
+        family: Any = adapter_for(model)
+        runners.append(HFRunner(model, family, wrap_kv_cache(model, family), ROWS))
+    first, _ = (one.prefill(inputs) for one in runners)
+    given = {"input_ids": inputs["input_ids"], "assumed": [runners[0].length(), seat]}
+    return *runners, (Prompt(given, inputs["input_ids"], max_new_tokens=bench.tokens), first)
+
+
 def pace(
     runners: Sequence[HFRunner],
-    columns: int,
-    tokens: int,
+    begun: Sequence[Start],
     drafts: Sequence[DraftState] = (),
     load: DraftLengthTuner | None = None,
 ) -> tuple[float, list[torch.Tensor]]:
-    """Tokens a second in all until the first sequence has `tokens`, which ends the others, too: where requests come all the
-    time, others take their places. And what each said; those without a shared step take turns."""
+    """Tokens a second in all until the first sequence has its tokens, which ends the others, too: where requests come all
+    the time, others take their places. And what each said; those without a shared step take turns."""
     device, sequences = runners[0].model.device, list[Speculation]()
     made = [0, 0.0]  # tokens in all, and until when
 
@@ -182,10 +218,9 @@ def pace(
     batch = Batch(holding=watched)
     batch.load = load or batch.load
     for seat, runner in enumerate(runners):
-        runner.truncate(columns)
-        said = assumed(columns, tokens, seat, device)
-        end = said.ids.shape[1] + tokens
-        first = torch.nn.functional.one_hot(said.ids[:, -1], VOCAB).float()
+        said, first = begun[seat]
+        runner.truncate(said.inputs["assumed"][0])
+        end = said.ids.shape[1] + (said.max_new_tokens or 0)
         stop = lambda out, end=end: made[0] > 0 or out.shape[1] >= end  # noqa: E731
         draft = drafts[seat] if drafts else None
         if draft is not None:

@@ -84,27 +84,27 @@ def test_one_capture_is_over_before_another_begins(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_replayed_on_two_streams_is_captured_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library's workspace hangs on the stream of the capture, and both may be at work at a time; so does the priority."""
-    number, used = itertools.count(), list[tuple[int, int]]()
-    now = SimpleNamespace(cuda_stream=0, priority=0, wait_stream=lambda other: None)
+    """A library's workspace hangs on the stream of the capture, and both may be at work at a time."""
+    number, used = itertools.count(), list[int]()
+    now = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
 
     def stream(side: Any) -> Any:
-        used.append((side.number, side.priority))
+        used.append(side.number)
         return contextlib.nullcontext()
 
-    def new(priority: int) -> Any:
+    def new() -> Any:
         n = next(number)
-        return SimpleNamespace(number=n, cuda_stream=9 + n, priority=priority, wait_stream=id)
+        return SimpleNamespace(number=n, cuda_stream=9 + n, wait_stream=id)
 
     told = dict(CUDAGraph=mock.MagicMock, Stream=new, current_stream=lambda: now, stream=stream)
     for name, one in {**told, "device": lambda _: contextlib.nullcontext()}.items():
         monkeypatch.setattr(torch.cuda, name, one)
     monkeypatch.setattr(replay, "_create_handles", id)
     replay._side.cache_clear()
-    for now.cuda_stream, now.priority in 2 * ((0, 0), (5, -1)):
+    for now.cuda_stream in 2 * (0, 5):
         replay.capture_graph(lambda: None, torch.device("cuda"), None)
     replay._side.cache_clear()
-    assert used == 2 * [(0, 0), (1, -1)]
+    assert used == 2 * [0, 1]
 
 
 def test_what_cannot_be_captured_is_run_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

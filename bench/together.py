@@ -40,8 +40,7 @@ from mmaccel.policies.draft import Sequential
 from mmaccel_lab.eval.caption import caption_cases
 from mmaccel_lab.world import render
 
-COUNTS = (1, 2, 4, 8)
-"""Sequences at once."""
+COUNTS = (1, 2, 4, 8)  # sequences at once
 
 
 def together_part(bench: Bench) -> Iterator[Step]:
@@ -87,8 +86,7 @@ def together_part(bench: Bench) -> Iterator[Step]:
 
 
 Start = tuple[Prompt, torch.Tensor]  # that has been read, and the logits of its last token
-SEQUENCES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 4), (32, 4))
-"""Sequences at once, and by what the columns of each are divided."""
+SEQUENCES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 4), (32, 4))  # at once; divisor of their columns
 WINDOW, WARMUPS = 15, 2
 """Most tokens that a draft proposes; and generations of each way before those that count."""
 
@@ -158,7 +156,8 @@ def verified_part(bench: Bench) -> Iterator[Step]:
             bare, _ = spread(plain[WARMUPS:])
             told: dict[str, Any] = {"target": given.target, "draft": given.draft, "sequences": count}
             told |= {"keep": None if trained else given.keep, "columns": begun[0][0].inputs["assumed"][0]}
-            told |= {"tokens": bench.tokens, "draws": given.draws, "plain_per_s": bare, "drafted_per_s": mean}
+            least = min(said.max_new_tokens or 0 for said, _ in begun)
+            told |= {"tokens": least, "draws": given.draws, "plain_per_s": bare, "drafted_per_s": mean}
             told |= {"error_per_s": error, "over_plain": mean / bare}
             told |= {"plain_each": plain, "drafted_each": drafted}
             told |= {"kept_share": load.kept / max(load.tried, 1), "rounds_by_window": dict(load.windows)}
@@ -183,7 +182,7 @@ def assume_both(bench: Bench, columns: int, seat: int) -> tuple[Any, Any, Start]
 
 
 def read_film(bench: Bench, columns: int, seat: int) -> tuple[Any, Any, Start]:
-    """Target and draft of ours that have read a film of the world, of some `columns`, and the request for its caption."""
+    """Target and draft of ours that have read a film of the world, of some `columns`, and are to caption it, and no more."""
     processor, frames = mmaccel.load_processor(bench.given.target), max(columns // 16, 4)
     case = next(caption_cases(frames, 1, 100 + seat))
     film = render(case.world.table(), 84, 140)
@@ -194,7 +193,8 @@ def read_film(bench: Bench, columns: int, seat: int) -> tuple[Any, Any, Start]:
         runners.append(HFRunner(model, family, wrap_kv_cache(model, family), ROWS))
     first, _ = (one.prefill(inputs) for one in runners)
     given = {"input_ids": inputs["input_ids"], "assumed": [runners[0].length(), seat]}
-    return *runners, (Prompt(given, inputs["input_ids"], max_new_tokens=bench.tokens), first)
+    most = min(bench.tokens, len(processor.tokenizer(case.answer)["input_ids"]))
+    return *runners, (Prompt(given, inputs["input_ids"], max_new_tokens=most), first)
 
 
 def pace(

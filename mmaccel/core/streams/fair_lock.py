@@ -194,13 +194,16 @@ class FairLock:
         return threading.get_ident() in self._answering
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Context in which the calling thread decodes an answer, also between two layers of another thread's question."""
-        self._answering.add(threading.get_ident())
+    def answering(self, when: bool = True) -> Iterator[None]:
+        """Context in which the calling thread decodes an answer, if `when`: also between two layers of another thread's
+        question. All that it does there, such as a question to a draft that is the model itself, goes on without a pause."""
+        me = threading.get_ident()
+        new = when and me not in self._answering
+        self._answering |= {me} if new else set()
         try:
             yield
         finally:
-            self._answering.discard(threading.get_ident())
+            self._answering -= {me} if new else set()
 
     def decode_answer(self, one: Speculation, shares: bool) -> None:
         """Decode an answer, holding the lock; with `shares` its steps may be batched with those of other answers."""

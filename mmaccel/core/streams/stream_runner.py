@@ -268,8 +268,7 @@ class StreamRunner:
 
     def _alike(self, frames: Tensor) -> Tensor:
         """Frames that can follow those before: of their size where a unit is begun. Told once when they are resized."""
-        info, adapter = self.info, self.adapter
-        size = frames.shape[2], frames.shape[3]
+        info, adapter, size = self.info, self.adapter, (frames.shape[2], frames.shape[3])
         if size == info.raw:
             return frames
         if not self._warned and not adapter.accepts_frames(frames, info.size):
@@ -342,8 +341,9 @@ class StreamRunner:
     def run_pass(self, state: StreamState, stream_pass: StreamPass, embeds: Tensor, **how: Any) -> Tensor:
         """Run `stream_pass` over `embeds` [n, E] with memory `state`; return final states (`run_layers`)."""
         how |= {} if self.draft_stream.failed else self.around.run_options(stream_pass.kind)
-        running = how.setdefault("running", self.running)
-        with restore_states_at_exit(running if stream_pass.kind == "proxy" else None):
+        running, kind = how.setdefault("running", self.running), stream_pass.kind
+        mine = self.adapter.turns.answering(kind == "answer")
+        with mine, restore_states_at_exit(running if kind == "proxy" else None):
             stream_pass.pause()
             state.begin_pass(stream_pass)
             hidden = self.adapter.run_layers(state, embeds, self.hidden, **how)

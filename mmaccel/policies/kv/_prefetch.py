@@ -96,7 +96,7 @@ class Prefetcher:
         """Start a question: build the tables of where units (frames) are; those from number `first` on are in the window."""
         self._first, at = first, self._store.table.at
         begins, rows = self._begins(), self._store.table.slots_on_device()
-        if at.gap != self._gap or (at.moves and at.old is not self._units):
+        if (at.gap, at.moves) != (self._gap, self._moves) or (at.gap and at.old is not self._units):
             self._gap, self._units, self._moves = at.gap, at.old, at.moves
             self._old = grow_buffer(self._old, 0, max(len(at.old), KEPT), used=0, share=0.0).fill_(NEVER)
             self._old[: len(at.old)] = on_device(torch.from_numpy(at.old), self._store.device)

@@ -327,18 +327,20 @@ def test_a_long_question_that_gives_way_leaves_the_captures_of_all(monkeypatch: 
     first._stream_adapter.each.close()  # type: ignore[attr-defined]
 
 
-BETWEEN = {"between": (0.0, 6.0)}
+WAYS = [
+    ("full", {}, 0),
+    ("rekv", {"between": (0.0, 6.0)}, 0),
+    ("rekv", {}, 0),
+    ("rekv", {}, 1),
+    ("full", {}, 1),
+]
 
 
-@pytest.mark.parametrize(
-    ("kv", "how", "drafts"),
-    [("full", {}, 0), ("rekv", BETWEEN, 0), ("rekv", {}, 0), ("rekv", {}, 1), ("full", {}, 1)],
-)
+@pytest.mark.parametrize(("kv", "how", "drafts"), WAYS)
 def test_tokens_come_between_the_layers_of_a_question(
     kv: str, how: dict[str, Any], drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of answers have buffers of their own, and come one at a time; so have those of a model that drafts for itself,
-    and is asked the question in between. All have as many rows here: sizes share none."""
+    """Steps of answers have buffers of their own, also of a model that drafts for itself; all have as many rows here."""
     monkeypatch.setattr(step, "DEVICES", ("cpu",))
     monkeypatch.setattr(step, "WIDTHS", (16, 64))
     monkeypatch.setattr(fair_lock, "PATIENCE_S", 0.0)
@@ -349,9 +351,8 @@ def test_tokens_come_between_the_layers_of_a_question(
         second.watch(film(12, seed=6), fps=FPS)
         alone = first.ask(QUESTION, 6, **how).ids, second.ask(QUESTION, 24, **how).ids
         turns, here = first._stream_adapter.turns, threading.current_thread()
-        commit = Speculation.commit_next_tokens
         tokens, seen, found = list[str](), list[bool](), list[Any]()
-        give_way = turns.yield_to_answers
+        commit, give_way = Speculation.commit_next_tokens, turns.yield_to_answers
 
         def committed(self: Any) -> None:
             tokens.append(threading.current_thread().name)

@@ -178,17 +178,6 @@ def test_frames_meanwhile(name: str, kv: str, question: str, tmp_path: Path) -> 
     assert (met.ways[1] > 0) == (kv != "drop_oldest"), "frames come between two layers of a question"
 
 
-@pytest.mark.always
-@pytest.mark.parametrize(("kv", "device"), [("rekv", "cpu"), ("drop_oldest", "none")])
-def test_a_question_lets_tokens_of_others_go(kv: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between layers, whether these are computed in shared buffers or not."""
-    monkeypatch.setattr(step, "DEVICES", (device,))
-    with opened("random-ov", MEMORIES[kv]) as session:
-        yields = heard(monkeypatch, fair_lock.FairLock, "yield_to_answers", lambda *_: 1)
-        session.ask(QUESTION, 1)
-        assert len(yields) >= 2
-
-
 @pytest.mark.parametrize(("kv", "captured"), CASES)
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_in_the_middle_of_passes(

@@ -176,6 +176,8 @@ def test_the_draft_is_saved_and_loaded_with_the_target(tmp_path: Path, kv: str) 
     with opened(kv) as session:
         session.load(tmp_path / "saved")
         assert len(session) == 11
+        with pytest.raises(DraftError, match=r"not saved: open a session with it, and call its load\('"):
+            mmaccel.VideoSession.resume(session._stream_adapter.model, session._processor, tmp_path / "saved")
 
 
 def test_a_session_saved_without_the_draft_goes_on_without_it(tmp_path: Path) -> None:

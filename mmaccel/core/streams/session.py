@@ -70,7 +70,7 @@ class VideoSession(FrameIntake):
     @classmethod
     def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> VideoSession:
         """Return a session with the recipe and the stream that `save` wrote to `path`."""
-        session = cls(model, processor, session_io.saved_recipe(Path(path)))
+        session: VideoSession = session_io.open_saved_session(partial(cls, model, processor), Path(path))
         session.load(path)
         return session
 

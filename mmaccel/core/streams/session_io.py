@@ -25,7 +25,7 @@ from shutil import rmtree
 from typing import Any
 
 from mmaccel.core.attach import StreamAdapter
-from mmaccel.core.errors import MmaccelError, ModelError, quoted
+from mmaccel.core.errors import DraftError, MmaccelError, ModelError, quoted
 from mmaccel.core.files import checkpoint_io, outside
 from mmaccel.core.files.checkpoint_io import lock_folder, sync_to_disk, write_owner_only_text
 from mmaccel.core.memory.kv import StreamPolicy
@@ -100,6 +100,16 @@ def save_session(path: Path, recipe: Recipe, live: StreamRunner) -> None:
 def saved_recipe(path: Path) -> Recipe:
     """Return the recipe of the session saved at `path`; raises `ModelError` if it cannot be opened."""
     return load_session_recipe(path, _read(path)["recipe"])
+
+
+def open_saved_session(open_session: Callable[[Recipe], Any], path: Path) -> Any:
+    """Return the session that `open_session` makes of the saved recipe; raises `DraftError` if its draft is not there."""
+    recipe = saved_recipe(path)
+    try:
+        return open_session(recipe)
+    except DraftError as error:
+        mend = f"a draft given as a loaded model is not saved: open a session with it, and call its load({str(path)!r})"
+        raise DraftError(f"{str(error).rstrip('.')}; {mend}.") from error
 
 
 def load_saved_dtype(path: Path) -> str:

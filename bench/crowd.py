@@ -250,7 +250,6 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--busy", type=float, default=float("inf"), help="admit as much load: see Limits")
     parser.add_argument("--out", type=Path, default=Path("runs/crowd.jsonl"))
     args = parser.parse_args(words)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     with suppress(KeyboardInterrupt):
         asyncio.run(run(args, Log(args.out, args.device)))
 

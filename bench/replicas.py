@@ -3,9 +3,10 @@
     python bench/replicas.py                                            # tiny-ov on the CPU: no Ray, one replica, two
     python bench/replicas.py --device cuda --model FOLDER --streams 40 --seconds 60
 
-Each stream sends `--clip` frames and a question after them, again and again, as fast as it is answered. `replicas` 0 is the
-server without Ray, which saves nothing; a replica saves each change of a stream. On a CPU the replicas share its cores:
-that two do more than one is seen on devices of their own.
+Each stream sends `--clip` frames and a question after them, again and again, as fast as it is answered. A request that
+begins before the measured seconds, or ends after them, counts by the share of its time within. `replicas` 0 is the server
+without Ray, which saves nothing; a replica saves each change of a stream. On a CPU the replicas share its cores: that two
+do more than one is seen on devices of their own.
 """
 
 from __future__ import annotations
@@ -71,29 +72,28 @@ def measured(url: str, keys: list[str], clip: int, seconds: float, tokens: int) 
     """What streams, one of each key, get done in so many seconds."""
     film = render(World.generate(3, 40).table(), 84, 140)
     jpegs = [base64.b64encode(write_jpeg(one, 4096)).decode() for one in film]
-    asked: list[float] = []
-    frames, begun, over = [0] * len(keys), threading.Barrier(len(keys) + 1), threading.Event()
-    failed: list[Any] = []
+    sent: dict[str, list[tuple[float, float]]] = {"frames": [], "ask": []}  # when requests began and ended
+    begun, over, failed = threading.Barrier(len(keys) + 1), threading.Event(), list[Any]()
 
     def stream(number: int) -> None:
         headers = {"Authorization": f"Bearer {keys[number]}"}
         with httpx2.Client(base_url=url, headers=headers, timeout=300, trust_env=False) as client:
 
             def send(path: str, **body: Any) -> Any:
-                return client.post(SESSIONS + path, json=body).raise_for_status().json()
+                since = time.perf_counter()
+                told = client.post(SESSIONS + path, json=body).raise_for_status().json()
+                sent.get(path.rpartition("/")[2], []).append((since, time.perf_counter()))
+                return told
 
             try:
-                name = send("")["id"]
+                name, turn = send("")["id"], number
                 send(f"/{name}/frames", frames=jpegs[:clip], fps=1)
                 send(f"/{name}/ask", question="What colour was the star?", max_tokens=tokens)
                 begun.wait()
                 while not over.is_set():
-                    begin = (frames[number] + number) % (len(jpegs) - clip)
+                    begin, turn = turn % (len(jpegs) - clip), turn + clip
                     send(f"/{name}/frames", frames=jpegs[begin : begin + clip], fps=1)
-                    frames[number] += clip
-                    since = time.perf_counter()
                     send(f"/{name}/ask", question="What colour was the star?", max_tokens=tokens)
-                    asked.append(time.perf_counter() - since)
                 client.delete(f"{SESSIONS}/{name}")
             except Exception as error:
                 failed.append(error)
@@ -106,21 +106,23 @@ def measured(url: str, keys: list[str], clip: int, seconds: float, tokens: int) 
         begun.wait(600)
         began = time.perf_counter()
         time.sleep(seconds)
-        over.set()
-        took = time.perf_counter() - began
-        row = {
-            "frames_per_s": sum(frames) / took,
-            "questions_per_s": len(asked) / took,
-            "questions": len(asked),
-        }
-        cuts = statistics.quantiles(asked, n=20, method="inclusive")
+        ended = time.perf_counter()
     finally:
         over.set()
         for one in threads:
             one.join()
     if failed:
         raise failed[0]
-    return {**row, "question_median_s": statistics.median(asked), "question_p95_s": cuts[-1]}
+    share = lambda since, end: max(0.0, min(end, ended) - max(since, began)) / (end - since)  # noqa: E731
+    within = {path: sum(share(*one) for one in some) / (ended - began) for path, some in sent.items()}
+    asked = [end - since for since, end in sent["ask"] if since > began]
+    return {
+        "frames_per_s": clip * within["frames"],
+        "questions_per_s": within["ask"],
+        "questions": len(asked),
+        "question_median_s": statistics.median(asked),
+        "question_p95_s": statistics.quantiles(asked, n=20, method="inclusive")[-1],
+    }
 
 
 def main() -> None:
@@ -135,7 +137,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--out", type=Path, default=Path("runs/replicas.jsonl"))
     args = parser.parse_args()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     log = Log(args.out, args.device)
     keys = [f"bench-key-{number:04d}" for number in range(args.streams)]
     for replicas in args.replicas:

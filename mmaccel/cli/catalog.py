@@ -261,11 +261,6 @@ def why_pruner_refused(draft: str, prune: str) -> str:
     return recipe_error_or_yes(lambda: build_default_policy("draft", draft, prune=prune), (draft, prune))
 
 
-def _why_policy_refused(slot: str, name: str, use: str) -> str:
-    """`YES`, or why a recipe with one policy and defaults otherwise does not support `use`: "generate" or "VideoSession"."""
-    return why_use_refused(use, (name,), **{slot: build_default_policy(slot, name)})
-
-
 def _combination_tables() -> str:
     """Markdown tables of which policies combine, by trying each pair in a recipe; numbered reasons follow each table."""
     parts, names = (
@@ -278,9 +273,10 @@ def _combination_tables() -> str:
     pruners = list(registry("prune"))
     parts.append(_table("prune of a draft (inside draft)", names["draft"], pruners, why_pruner_refused))
     for slot, said in SLOTS.items():
-        parts.append(
-            _table(f"what a {said} serves", names[slot], [*USES], partial(_why_policy_refused, slot))
+        refused = lambda name, use, slot=slot: why_use_refused(  # noqa: E731
+            use, (name,), **{slot: build_default_policy(slot, name)}
         )
+        parts.append(_table(f"what a {said} serves", names[slot], [*USES], refused))
     return "\n\n".join(parts) + "\n"
 
 

@@ -166,7 +166,7 @@ def max_frames_that_fit(
         f"the model has {limit} positions{shared}, and {reserve} are left for the words and the answer"
     )
     frames_per_unit = family.frames_per_unit(model)
-    geometry, each = family.geometry(model), _element_bytes(model)
+    geometry, each = family.geometry(model), int(getattr(model, "dtype", torch.float32).itemsize)
     held = (
         0
         if getattr(recipe.kv, "window", None)
@@ -224,11 +224,6 @@ def max_frames_that_fit(
         )
     count = min(fits * frames_per_unit, total)
     return count, f"frames='auto' took {count} of {plural(total, 'frame')}, {plural(length, 'token')}: {why}"
-
-
-def _element_bytes(model: nn.Module) -> int:
-    """Bytes per element of the model's dtype."""
-    return int(getattr(model, "dtype", torch.float32).itemsize)
 
 
 def _prompt(processor: Any, count: int, size: tuple[int, int], rate: float) -> dict[str, Tensor]:

@@ -109,11 +109,6 @@ def max_frame_tokens(layout: TokenLayout) -> int:
     return int((layout.cell.amax() + 1).item())
 
 
-def modalities_present(layout: TokenLayout) -> list[int]:
-    """Return the modalities that occur in a prompt."""
-    return [m for m in MODALITIES if layout.max_tokens_by_modality[m]]
-
-
 def sample_prompt_facts(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
     """Return facts of a sample prompt to store in the table: tokens by modality, frames, and a checksum of all inputs."""
     digest = hashlib.sha256()

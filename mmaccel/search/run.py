@@ -169,7 +169,7 @@ def _levelled(
         raise ModelError(
             f"the sample has {layout.length} tokens; give a longer video, {2 * settings.block} at least."
         )
-    modalities = figures.modalities_present(layout)
+    modalities = [m for m in MODALITIES if layout.max_tokens_by_modality[m]]
     scale = BudgetScale(
         settings.context or layout.length, figures.max_frame_tokens(layout), settings.block, settings.extended
     )

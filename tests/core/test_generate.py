@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.core.decoding import generate
-from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal, accept
-from mmaccel.core.decoding.generate import decode_speculatively
+from mmaccel.core.decoding.draft import DraftState, Prompt, Proposal, accept, run_draft
+from mmaccel.core.decoding.generate import GuardedDraft, Speculation, decode_speculatively
 from mmaccel.core.errors import MmaccelWarning
 from tests.core.toy import (
     Meter,
@@ -126,6 +126,20 @@ def test_a_stop_at_the_first_token_asks_the_draft_nothing() -> None:
     draft = Scripted(lambda tokens: pytest.fail("asked"))
     ids, target, meter = run(bigram_rule(torch.eye(5)), draft, limit(1))
     assert ids == [1, 0, 0] and target.steps == 0 and not meter.rounds and draft.closed == 1
+
+
+def test_a_draft_that_rests_hears_what_was_said_meanwhile() -> None:
+    """When it drafts again; and at the end, for a later turn."""
+    said, target, meter = toy_prompt(START), ToyRunner(bigram_rule(torch.eye(5).roll(1, 1))), Meter()
+    draft = Scripted(lambda tokens: Proposal(torch.tensor(counting(tokens)[:2])))
+    draft.begin(said)
+    given = target, GuardedDraft(meter, draft, lasts=True), said, target.prefill(said.inputs)
+    one = Speculation(*given, stop=limit(14), meter=meter)
+    for most in (0, 0, 2, 0, 0, 2, 0, 0):
+        offered = run_draft(one.rows_to_verify(most))
+        one.verify_logits(None if offered is None else target.step(*offered)[0])
+    assert one.ended and draft.tokens == one.ids[0].tolist()
+    assert [(len(new), kept) for new, kept in draft.fates] == [(2, 0), (3, 2), (2, 0), (3, 2), (2, 0)]
 
 
 def test_a_right_tail_saves_the_verification_of_a_window() -> None:

@@ -32,8 +32,9 @@ LENGTHS = (0, 1, 3, 7, 15)
 """Tokens drafted a round; with the token before them as many rows as steps are captured for."""
 TRIED, TIMED = 3, 9
 """Rounds after which a draft length is known, and how many are kept."""
-AGAIN = 512
-"""Rounds of as many sequences after which other lengths are tried anew: memories grow, and loads change."""
+AGAIN, RARELY = 512, 8192
+"""Rounds of as many sequences after which other lengths are tried anew, as memories grow, and loads change: the first; while
+drafting does not pay, twice as many each time; the second, if it would not pay with all tokens kept."""
 FORGET = 0.99
 """What of the share of kept tokens a round leaves to the next."""
 
@@ -294,18 +295,23 @@ class DraftLengthTuner:
     power of two).
 
     A length's rate is the tokens its rounds are expected to commit, by the acceptance rate so far, over their median
-    seconds. Lengths are tried in ascending order from 0 while the rate rises; so where many sequences make verification cost
-    more than it gains, nothing is drafted.
+    seconds. Lengths are tried in ascending order from 0 while the rate rises; so where verification costs more than it
+    gains, as with many sequences, nothing is drafted. Then lengths are tried anew after `AGAIN` rounds, and while drafting
+    does not pay after twice as many each time, at most `RARELY`: a draft that does not pay costs little.
     """
 
     def __init__(self) -> None:
         self._judged, self._kept = 4.0, 3.2  # a few tokens are assumed
         self._rounds: defaultdict[int, int] = defaultdict(int)
+        self._period: defaultdict[int, int] = defaultdict(lambda: AGAIN)
+        self._rests, self._idle = set[tuple[int, int]](), defaultdict[int, int](int)
         self._seconds: defaultdict[tuple[int, int], deque[float]] = defaultdict(partial(deque, maxlen=TIMED))
         self._longest = dict[tuple[int, int], int]()
 
     def best_length(self, count: int, drafting: int) -> int:
         """Return the draft length for a round of `count` sequences, `drafting` of which have a draft; 0: no drafting."""
+        if (count, drafting) in self._rests:
+            return 0
         size, best, chosen = _size(count), 0.0, 0
         keep = self._kept / self._judged
         for length in LENGTHS:
@@ -319,6 +325,12 @@ class DraftLengthTuner:
             best, chosen = worth, length
             if length and self._longest.get((size, length), 0) < length:
                 break  # the draft proposes no more
+        if chosen:
+            self._period[size] = AGAIN
+        elif self._idle[size] >= TIMED:
+            self._rests.add((count, drafting))
+            if count + drafting * length <= best * median_low(seconds):  # not if all tokens were kept
+                self._period[size] = RARELY
         return chosen
 
     def add_round(self, count: int, length: int, seconds: float, judged: Iterable[tuple[int, int]]) -> None:
@@ -326,12 +338,15 @@ class DraftLengthTuner:
         (proposed, accepted) tokens of each that drafted."""
         size = _size(count)
         self._seconds[size, length].append(seconds)
-        self._rounds[size] += 1
-        if self._rounds[size] % AGAIN == 0:
+        self._rounds[size], self._idle[size] = self._rounds[size] + 1, 0 if length else self._idle[size] + 1
+        if self._rounds[size] >= self._period[size]:
+            self._rounds[size], self._period[size] = 0, min(2 * self._period[size], RARELY)
+            self._rests.clear()
             for other in LENGTHS:
                 if other != length:
                     self._seconds[size, other].clear()
-        self._judged, self._kept = self._judged * FORGET, self._kept * FORGET
+        if self._judged > 1:  # of long rests something is left
+            self._judged, self._kept = self._judged * FORGET, self._kept * FORGET
         for proposed, kept in judged:
             self._longest[size, length] = max(proposed, self._longest.get((size, length), 0))
             self._judged += kept + (kept < proposed)

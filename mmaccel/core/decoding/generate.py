@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import Any, Literal
@@ -30,18 +30,9 @@ MAX_NEW_TOKENS = 128
 """The default of `max_new_tokens`, in sessions and on the command line."""
 
 
-def decode_speculatively(
-    target: Runner,
-    draft: DraftState | GuardedDraft | None,
-    prompt: Prompt,
-    first: Tensor,
-    *,
-    stop: Callable[[Tensor], bool],
-    emit: Callable[[Tensor], None] | None = None,
-    meter: DraftRounds,
-) -> Tensor:
+def decode_speculatively(*given: Any, **how: Any) -> Tensor:
     """Decode one sequence to its end; return prompt and generated ids [1, S + m]. For arguments see `Speculation`."""
-    sequence = Speculation(target, draft, prompt, first, stop=stop, emit=emit, meter=meter)
+    sequence = Speculation(*given, **how)
     decode_round_robin([sequence])
     return sequence.ids
 
@@ -101,10 +92,8 @@ class GuardedDraft:
         draft, self.state = self.state, None
         if draft is not None:
             try:
-                try:
+                with closing(draft):
                     self.next_state = draft.state_for_next_turn() if self._lasts else None
-                finally:
-                    draft.close()
             except Exception as error:
                 self.next_state = None
                 self._failed(error)
@@ -151,7 +140,7 @@ class Speculation:
         self._draft = draft if isinstance(draft, GuardedDraft) else GuardedDraft(meter, draft)
         self._first: Tensor | None = first
         self._proposal, self._rests, self.judged = Proposal.empty(), False, (0, 0)
-        self._vocab = first.shape[-1]
+        self._told, self._vocab = prompt.ids.shape[1], first.shape[-1]  # `_told`: ids that the draft knows
         self._origin = target.length() - prompt.ids.shape[1]
 
     @torch.no_grad()
@@ -169,13 +158,15 @@ class Speculation:
         if self._first is not None:
             return None
         self.target.truncate(self._origin + self.ids.shape[1] - 1)  # what a step that broke off left is gone
-        proposal = self._proposal
+        if self._rests or self._draft.state is None:
+            return (self.ids[:, -1:],)
+        self._tell_draft()
         with self._draft.drop_on_error() as draft:
-            if draft is not None and not self._rests:
+            if draft is not None:
                 offered = yield from draft.draft_steps(most)
                 validate(offered)
-                proposal = offered
-        self._proposal = proposal
+                self._proposal = offered
+        proposal = self._proposal
         drafted = proposal.ids.to(self.ids.device)
         # A token the target does not have is refused in any case; it must only not break the embedding.
         rows = torch.cat([self.ids[:, -1:], drafted.clamp(0, self._vocab - 1)[None]], 1)
@@ -192,6 +183,7 @@ class Speculation:
         else:
             assert logits is not None
             committed, kept, judged = self._judged(logits)
+            self._meter.count_round(*self.judged)
         grown = torch.cat([self.ids, committed.to(self.ids.device)[None]], 1)
         if self._rows is not None:
             self._rows += judged[: committed.numel()].to(torch.float32, copy=True).split(1)  # type: ignore[no-untyped-call]
@@ -209,15 +201,21 @@ class Speculation:
         if first is not None and self._emit is not None:
             # Before the draft hears of it: one in this process may read its prompt only now.
             self._emit(committed)
-        if not self.ended:
+        if not (self.ended or self._rests):
             # Before anyone reads the tokens: a draft elsewhere goes on meanwhile.
-            with self._draft.drop_on_error() as draft:
-                if draft is not None:
-                    draft.observe_committed(committed, kept)
+            self._tell_draft(kept)
         if first is None and self._emit is not None:
             self._emit(committed)
         if self.ended:
             self.close()
+
+    def _tell_draft(self, kept: int = 0) -> None:
+        """Have the draft observe what was committed since it last did, whose first `kept` tokens it proposed."""
+        if self._told < self.ids.shape[1]:
+            with self._draft.drop_on_error() as draft:
+                if draft is not None:
+                    draft.observe_committed(self.ids[0, self._told :], kept)
+            self._told = self.ids.shape[1]
 
     def _judged(self, logits: Tensor) -> tuple[Tensor, int, Tensor]:
         """What the target commits of the proposal, how many of these tokens stood in it, and the logits [m, V] that each was
@@ -228,7 +226,6 @@ class Speculation:
             taken = torch.cat([path.new_zeros(1), path + 1])
             self.target.accept(taken)
             self.judged = proposal.ids.numel(), path.numel()
-            self._meter.count_round(*self.judged)
             return committed, path.numel(), logits[taken.to(logits.device)]
         with self._draft.drop_on_error() as draft:
             if draft is not None and not self._rests:
@@ -243,7 +240,6 @@ class Speculation:
             self._draft.drop_draft(error)
             committed, kept = accept(Proposal.empty(), logits[:1], ids[0], prompt.warp, prompt.generator)
         self.judged = proposal.ids.numel(), kept
-        self._meter.count_round(*self.judged)
         return committed, kept, logits
 
     @property
@@ -258,6 +254,8 @@ class Speculation:
 
     def close(self) -> None:
         """Close the draft, whatever its state; a second call does nothing."""
+        if self._rests:
+            self._tell_draft()  # for the next turn
         self._draft.close()
 
 

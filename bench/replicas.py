@@ -3,10 +3,10 @@
     python bench/replicas.py                                            # tiny-ov on the CPU: no Ray, one replica, two
     python bench/replicas.py --device cuda --model FOLDER --streams 40 --seconds 60
 
-Each stream sends `--clip` frames and a question after them, again and again, as fast as it is answered. A request that
-begins before the measured seconds, or ends after them, counts by the share of its time within. `replicas` 0 is the server
-without Ray, which saves nothing; a replica saves each change of a stream. On a CPU the replicas share its cores: that two
-do more than one is seen on devices of their own.
+Each stream sends `--clip` frames and a question after them, again and again, as fast as it is answered. A request counts by
+the share of its time within the measured seconds, which begin when each stream was answered, and a quarter as many passed.
+`replicas` 0 is the server without Ray, which saves nothing; a replica saves each change of a stream. On a CPU the replicas
+share its cores: that two do more than one is seen on devices of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import base64
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 import httpx2
 
 sys.path.insert(0, str(Path(__file__).parent))
+from live import quantile
 from timing import Log, documented_parser, told
 
 from mmaccel.media.video import write_jpeg
@@ -73,7 +73,7 @@ def measured(url: str, keys: list[str], clip: int, seconds: float, tokens: int) 
     film = render(World.generate(3, 40).table(), 84, 140)
     jpegs = [base64.b64encode(write_jpeg(one, 4096)).decode() for one in film]
     sent: dict[str, list[tuple[float, float]]] = {"frames": [], "ask": []}  # when requests began and ended
-    begun, over, failed = threading.Barrier(len(keys) + 1), threading.Event(), list[Any]()
+    warm, over, failed, last = threading.Semaphore(0), threading.Event(), list[Any](), [0.0] * len(keys)
 
     def stream(number: int) -> None:
         headers = {"Authorization": f"Bearer {keys[number]}"}
@@ -82,14 +82,15 @@ def measured(url: str, keys: list[str], clip: int, seconds: float, tokens: int) 
             def send(path: str, **body: Any) -> Any:
                 since = time.perf_counter()
                 told = client.post(SESSIONS + path, json=body).raise_for_status().json()
-                sent.get(path.rpartition("/")[2], []).append((since, time.perf_counter()))
+                last[number] = time.perf_counter()
+                sent.get(path.rpartition("/")[2], []).append((since, last[number]))
                 return told
 
             try:
                 name, turn = send("")["id"], number
                 send(f"/{name}/frames", frames=jpegs[:clip], fps=1)
                 send(f"/{name}/ask", question="What colour was the star?", max_tokens=tokens)
-                begun.wait()
+                warm.release()
                 while not over.is_set():
                     begin, turn = turn % (len(jpegs) - clip), turn + clip
                     send(f"/{name}/frames", frames=jpegs[begin : begin + clip], fps=1)
@@ -97,16 +98,20 @@ def measured(url: str, keys: list[str], clip: int, seconds: float, tokens: int) 
                 client.delete(f"{SESSIONS}/{name}")
             except Exception as error:
                 failed.append(error)
-                begun.abort()
+                warm.release()
 
     threads = [threading.Thread(target=stream, args=(number,)) for number in range(len(keys))]
     for one in threads:
         one.start()
     try:
-        begun.wait(600)
+        for _ in keys:
+            warm.acquire(timeout=600)
+        time.sleep(seconds / 4)  # until they no longer keep step
         began = time.perf_counter()
         time.sleep(seconds)
         ended = time.perf_counter()
+        while not failed and min(last) < ended:  # the last requests under the same load
+            time.sleep(0.1)
     finally:
         over.set()
         for one in threads:
@@ -115,14 +120,13 @@ def measured(url: str, keys: list[str], clip: int, seconds: float, tokens: int) 
         raise failed[0]
     share = lambda since, end: max(0.0, min(end, ended) - max(since, began)) / (end - since)  # noqa: E731
     within = {path: sum(share(*one) for one in some) / (ended - began) for path, some in sent.items()}
-    asked = [end - since for since, end in sent["ask"] if since > began]
-    return {
+    asked = [end - since for since, end in sent["ask"] if began < since < ended]
+    told = {
         "frames_per_s": clip * within["frames"],
         "questions_per_s": within["ask"],
         "questions": len(asked),
-        "question_median_s": statistics.median(asked),
-        "question_p95_s": statistics.quantiles(asked, n=20, method="inclusive")[-1],
     }
+    return told | {"question_median_s": quantile(asked, 0.5), "question_p95_s": quantile(asked, 0.95)}
 
 
 def main() -> None:
@@ -142,9 +146,8 @@ def main() -> None:
     for replicas in args.replicas:
         with serving(args.model, args.device, replicas, keys, args.recipe) as url:
             found = measured(url, keys, args.clip, args.seconds, args.tokens)
-        row: dict[str, Any] = {"case": "replicas", "replicas": replicas, "streams": args.streams}
-        row |= {"clip": args.clip, "model": args.model, "recipe": args.recipe, "tokens": args.tokens, **found}
-        log.row(**row)
+        given = {name: getattr(args, name) for name in ("streams", "clip", "model", "recipe", "tokens")}
+        log.row(**(row := {"case": "replicas", "replicas": replicas, **given, **found}))
         print(told(row), flush=True)
 
 

@@ -26,10 +26,10 @@ below nothing."""
 
 
 def paired(
-    one: Sequence[float], other: Sequence[float], draws: int = 2000, seed: int = 0
+    one: Mapping[int, float], other: Mapping[int, float], draws: int = 2000, seed: int = 0
 ) -> tuple[float, float, float]:
-    """The mean of `one` less `other`, sample by sample, and its 95% interval by bootstrap over samples."""
-    gaps = torch.tensor(one, dtype=torch.float64) - torch.tensor(other, dtype=torch.float64)
+    """The mean of `one` less `other`, film by film, and its 95% interval by bootstrap over films."""
+    gaps = torch.tensor([of_one - other[film] for film, of_one in one.items()], dtype=torch.float64)
     g = torch.Generator().manual_seed(seed)
     again = gaps[torch.randint(len(gaps), (draws, len(gaps)), generator=g)].mean(1)
     low, high = torch.quantile(again, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
@@ -66,7 +66,7 @@ def _length(frames: int, rows: Sequence[Row], names: Sequence[str]) -> Iterator[
     yield from _table(asked, ((name, [_share(shares[name][kind]) for kind in kinds]) for name in names))
     yield f"\nThe same films, points of *{EVERYTHING}* over each other:\n"
     gaps = {
-        name: [_gap(shares[EVERYTHING][kind], shares[name][kind]) for kind in kinds]
+        name: [paired(shares[EVERYTHING][kind], shares[name][kind]) for kind in kinds]
         for name in names
         if name != EVERYTHING
     }
@@ -141,12 +141,8 @@ def _middle(values: Iterable[float | None], form: str) -> str:
 
 
 def _share(films: Mapping[int, float]) -> str:
-    mean, low, high = paired(list(films.values()), [0.0] * len(films))
+    mean, low, high = paired(films, dict.fromkeys(films, 0.0))
     return f"{mean:.1f}% ({low:.1f} to {high:.1f})"
-
-
-def _gap(one: Mapping[int, float], other: Mapping[int, float]) -> tuple[float, float, float]:
-    return paired(list(one.values()), [other[film] for film in one])
 
 
 def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> Iterator[str]:

@@ -163,9 +163,9 @@ def test_paired_sees_through_what_is_common() -> None:
     g = torch.Generator().manual_seed(0)
     common = torch.randn(60, generator=g, dtype=torch.float64) * 10
     better = common + 0.5 + 0.1 * torch.randn(60, generator=g, dtype=torch.float64)
-    mean, low, high = paired(better.tolist(), common.tolist())
+    mean, low, high = paired(*(dict(enumerate(x.tolist())) for x in (better, common)))
     assert 0.4 < low < mean < high < 0.6
-    assert paired([1.0, 2.0], [1.0, 2.0]) == (0.0, 0.0, 0.0)
+    assert paired({3: 1.0, 5: 2.0}, {5: 2.0, 3: 1.0}) == (0.0, 0.0, 0.0)
     assert [live.quantile([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 2.0, 3.0, 3.0]
 
 

@@ -128,16 +128,25 @@ def test_a_stop_at_the_first_token_asks_the_draft_nothing() -> None:
     assert ids == [1, 0, 0] and target.steps == 0 and not meter.rounds and draft.closed == 1
 
 
-def test_a_draft_that_rests_hears_what_was_said_meanwhile() -> None:
+def take(one: Speculation, *lengths: int) -> list[bool]:
+    """Rounds with drafts of these lengths; whether, after each, the draft has much to read before it drafts again."""
+    late = []
+    for most in lengths:
+        offered = run_draft(one.rows_to_verify(most))
+        one.verify_logits(None if offered is None else one.target.step(*offered)[0])
+        late.append(one.needs_draft_prefill)
+    return late
+
+
+def test_a_draft_that_rests_hears_what_was_said_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it drafts again; and at the end, for a later turn."""
+    monkeypatch.setattr(generate, "LATE", 1)
     said, target, meter = toy_prompt(START), ToyRunner(bigram_rule(torch.eye(5).roll(1, 1))), Meter()
     draft = Scripted(lambda tokens: Proposal(torch.tensor(counting(tokens)[:2])))
     draft.begin(said)
     given = target, GuardedDraft(meter, draft, lasts=True), said, target.prefill(said.inputs)
     one = Speculation(*given, stop=limit(14), meter=meter)
-    for most in (0, 0, 2, 0, 0, 2, 0, 0):
-        offered = run_draft(one.rows_to_verify(most))
-        one.verify_logits(None if offered is None else target.step(*offered)[0])
+    assert take(one, 0, 0, 2, 0, 0, 2, 0, 0) == [False, True, False, False, True, False, False, False]
     assert one.ended and draft.tokens == one.ids[0].tolist()
     assert [(len(new), kept) for new, kept in draft.fates] == [(2, 0), (3, 2), (2, 0), (3, 2), (2, 0)]
 

@@ -336,5 +336,28 @@ def test_a_load_that_changes_is_noticed() -> None:
     rounds(load, price, 8, 0.8, 1100)
     assert load.best_length(8, 8) == 0
     slow[0] = 0.0
-    rounds(load, price, 8, 0.8, 2100)  # a rest that was in vain is followed by one twice as long
+    rounds(load, price, 8, 0.8, 2100)  # at most twice as many as those in which it did not pay
     assert load.best_length(8, 8) > 1
+
+
+def test_what_does_not_pay_is_tried_less_and_less_and_again_when_drafting_paid() -> None:
+    load, dear = DraftLengthTuner(), [0.05]
+    price = lambda count, window: 6e-3 + dear[0] * window  # noqa: E731
+    tries = list[int]()
+
+    def take(number: int) -> None:
+        for _ in range(number):
+            tries.append(load.best_length(4, 4))
+            load.add_round(4, tries[-1], price(4, tries[-1]), [(tries[-1], 0)] * 4 * bool(tries[-1]))
+
+    take(30_000)
+    began = [n for n, (a, b) in enumerate(itertools.pairwise(tries)) if b > a == 0]
+    assert [b - a for a, b in itertools.pairwise(began)][1:] == [1024, 2048, 4096, 8192, 8192]
+    dear[0] = 0.0
+    rounds(load, price, 4, 1.0, 9000)
+    assert load.best_length(4, 4) == 15
+    dear[0] = 0.05
+    tries.clear()
+    take(1100)
+    assert any(b > a == 0 for a, b in itertools.pairwise(tries)), "the rest is a short one again"
+    assert load.best_length(4, 1) == load.best_length(4, 4) == 0

@@ -16,11 +16,12 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.files import checkpoint_io
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.standing import AnswerChange, StandingQuestion
 from mmaccel.media import Video
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
-from tests.spies import until
+from tests.spies import heard, until
 
 TIGHT = every_stream(frames=4, window=6)
 
@@ -205,13 +206,12 @@ def test_waiting_is_told_apart_from_work_and_figures_are_read_between_passes() -
 
 
 def test_the_disk_leaves_the_model_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another session may use the model while checksums of a save or of a load are made."""
-    real, held = session_io._print_of, list[Any]()
+    """Another session may use the model while files of a save are written, and checksums of a save or of a load are made."""
+    held = list[Any]()
     with open_session("random-ov", TIGHT["rekv"], 4) as session:
         turns = session._stream_adapter.turns
-        monkeypatch.setattr(
-            session_io, "_print_of", lambda *given: (held.append(turns._holder), real(*given))[1]
-        )
+        for place, name in ((session_io, "_print_of"), (checkpoint_io, "_write_file")):
+            heard(monkeypatch, place, name, lambda *_: held.append(turns._holder))
         session.save(tmp_path)
         saved = len(held)
         session.load(tmp_path)

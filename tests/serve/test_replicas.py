@@ -273,7 +273,7 @@ def watched(url: str, number: int) -> dict[str, Any]:
     """Streams of unlike frames, and what each says."""
 
     def one(i: int) -> tuple[str, Any]:
-        name = surely(url, "POST", "", recipe="mosaic").json()["id"]
+        name = surely(url, "POST", "", recipe="mosaic", fps=0.1).json()["id"]  # one replica may hold all
         some = list(jpegs()[i % 8 : i % 8 + 6 + i % 5])
         assert surely(url, "POST", f"/{name}/frames", frames=some, fps=1).json()["frames"] == len(some)
         return name, said(url, name)

@@ -31,10 +31,10 @@ KEPT = 4
 LENGTHS = (0, 1, 3, 7, 15)
 """Tokens drafted a round; with the token before them as many rows as steps are captured for."""
 TRIED, TIMED = 3, 9
-"""Rounds after which a draft length is known, and how many are kept."""
+"""Rounds after which a draft length is known (one, if it would not pay with all tokens kept), and how many are kept."""
 AGAIN, RARELY = 512, 8192
-"""Rounds of as many sequences after which other lengths are tried anew, as memories grow, and loads change: the first; while
-drafting does not pay, twice as many each time; the second, if it would not pay with all tokens kept."""
+"""Rounds of as many sequences after which other lengths are tried anew, as memories grow, and loads change: the first, and
+while drafting does not pay twice as many each time, up to the second."""
 FORGET = 0.99
 """What of the share of kept tokens a round leaves to the next."""
 
@@ -316,7 +316,8 @@ class DraftLengthTuner:
         keep = self._kept / self._judged
         for length in LENGTHS:
             seconds = self._seconds[size, length]
-            if len(seconds) < TRIED:
+            all_kept = count + drafting * length
+            if len(seconds) < TRIED and (not seconds or all_kept > best * min(seconds)):
                 return length
             said = count - drafting + drafting * sum(keep**n for n in range(length + 1))
             worth = said / median_low(seconds)
@@ -329,8 +330,6 @@ class DraftLengthTuner:
             self._period[size] = AGAIN
         elif self._idle[size] >= TIMED:
             self._rests.add((count, drafting))
-            if count + drafting * length <= best * median_low(seconds):  # not if all tokens were kept
-                self._period[size] = RARELY
         return chosen
 
     def add_round(self, count: int, length: int, seconds: float, judged: Iterable[tuple[int, int]]) -> None:

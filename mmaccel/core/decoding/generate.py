@@ -26,6 +26,8 @@ Over = Literal["timeout", "cancelled"]
 Offer = tuple[Tensor] | tuple[Tensor, TokenTree]
 FinishReason = Literal["stop", "length", "positions", "timeout", "cancelled"]
 
+LATE = 64
+"""More tokens than these a draft that rested runs as it does a prompt: while other drafts wait (`Batch`)."""
 MAX_NEW_TOKENS = 128
 """The default of `max_new_tokens`, in sessions and on the command line."""
 
@@ -214,7 +216,7 @@ class Speculation:
         if self._told < self.ids.shape[1]:
             with self._draft.drop_on_error() as draft:
                 if draft is not None:
-                    draft.observe_committed(self.ids[0, self._told :], kept)
+                    draft.observe_committed(self.ids[0, self._told :].clone(), kept)
             self._told = self.ids.shape[1]
 
     def _judged(self, logits: Tensor) -> tuple[Tensor, int, Tensor]:
@@ -249,8 +251,9 @@ class Speculation:
 
     @property
     def needs_draft_prefill(self) -> bool:
-        """Whether this sequence's draft must prefill the prompt before it proposes."""
-        return self._first is None and getattr(self._draft.state, "unread", False)
+        """Whether this sequence's draft must prefill the prompt, or many tokens of a long rest, before it proposes."""
+        late = self.ids.shape[1] - self._told > LATE
+        return self._first is None and (late or getattr(self._draft.state, "unread", False))
 
     def close(self) -> None:
         """Close the draft, whatever its state; a second call does nothing."""

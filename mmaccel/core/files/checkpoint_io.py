@@ -8,8 +8,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,48 @@ NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES}
 """What a file system says that cannot write a file or a folder to the disk on demand."""
 
 
+_deferred: ContextVar[tuple[list[Callable[[], object]], ExitStack] | None] = ContextVar(
+    "_deferred", default=None
+)
+
+
+@contextmanager
+def defer_writes() -> Iterator[None]:
+    """Context in which `write_tensors` copies tensors at once, and files are written at the end: a save enters it before it
+    holds the model, which others use while files are written."""
+    with ExitStack() as ends:
+        mark = _deferred.set((work := list[Callable[[], object]](), ends))
+        try:
+            yield
+        finally:
+            _deferred.reset(mark)
+        for write in work:
+            write()
+
+
+def write_or_defer(write: Callable[[], object], end: Callable[[], object] = lambda: None) -> None:
+    """Call `write`, within `defer_writes` at its end; and then `end`, also if `write` failed or was not called."""
+    if (deferred := _deferred.get()) is not None:
+        deferred[0].append(write)
+        deferred[1].callback(end)
+        return
+    try:
+        write()
+    finally:
+        end()
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors (also views and device tensors) into one safetensors file; raises OSError."""
+    """Write tensors (also views and device tensors) into one safetensors file; raises OSError (see `write_or_defer`)."""
+    copy = _deferred.get() is not None
+    host = {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
+    write_or_defer(partial(_write_file, path, host))
+
+
+def _write_file(path: Path, host: dict[str, Tensor]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # The format refuses tensors that share memory.
     seen: set[int] = set()
     for name, tensor in host.items():

@@ -66,8 +66,8 @@ def save_session(path: Path, recipe: Recipe, live: StreamRunner) -> None:
     place = path.resolve()
 
     def write(part: Path) -> dict[str, Any]:
-        # Checksums, and waiting for the disk, leave the model to others.
-        with live.adapter.turns.hold():
+        # Files, checksums, and waiting for the disk leave the model to others.
+        with checkpoint_io.defer_writes(), live.adapter.turns.hold():
             if (draft := live.draft_stream.stream) is not None:
                 (part / DRAFT).mkdir()
                 try:

@@ -22,6 +22,9 @@ from mmaccel.core.decoding.draft import (
 from mmaccel.core.registry import at_least, in_range, limited, register
 from mmaccel.policies.draft._draft_model import DraftModelState, DraftModelStrategy, VideoDraftStrategy
 
+ROWS = 512
+"""Committed tokens that a draft that rested runs at a time: each has logits of its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChainStrategy(DraftModelStrategy):
@@ -97,6 +100,10 @@ class SequentialDraftState(DraftModelState):
         self._tokens, drafted = [before], list[Tensor]()
         self._mark = runner.length() + feed.numel()
         greedy = self._warp is None and not least
+        while feed.numel() > ROWS:
+            yield DraftStep(runner, feed[:ROWS].to(self._device), self._vocab, self._never, greedy)
+            feed = feed[ROWS:]
+            self._late = [feed]
         while len(drafted) < count:
             said = yield DraftStep(runner, feed.to(self._device), self._vocab, self._never, greedy)
             said = said.to(before.device)

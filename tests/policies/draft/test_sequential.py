@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.core.decoding.draft import Prompt
+from mmaccel.core.decoding.generate import Speculation
 from mmaccel.core.errors import DraftError, RecipeError
-from mmaccel.policies.draft import parallel
+from mmaccel.policies.draft import parallel, sequential
 from mmaccel.policies.draft._draft_decoder import DraftedTokens
 from mmaccel.policies.draft._draft_model import check_vocabulary
 from mmaccel.policies.draft.sequential import Sequential, SequentialDraftState
@@ -100,6 +101,18 @@ def test_the_prompt_is_read_after_the_targets_first_token_is_out() -> None:
     draft, read = SequentialDraftState(drafting, torch.device("cpu"), Sequential(window=2), 5), []
     core.run(rule, draft, limit(9), emit=lambda new: read.append(len(drafting.tokens)))
     assert read[0] == 0 and read[1] > 2
+
+
+def test_what_was_said_while_it_rested_is_run_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequential, "ROWS", 2)
+    rule, said = bigram_rule(random_table(6, 3)), toy_prompt([4, 2, 5])
+    target, drafting, meter = ToyRunner(rule), ToyRunner(rule), core.Meter()
+    draft = SequentialDraftState(drafting, torch.device("cpu"), Sequential(window=3), 6)
+    draft.begin(said)
+    one = Speculation(target, draft, said, target.prefill(said.inputs), stop=limit(40), meter=meter)
+    core.take(one, *[0] * 8, 3)
+    assert meter.rounds[-1] == (3, 3) and drafting.steps == 3 + 3
+    assert drafting.tokens == one.ids[0, :13].tolist()
 
 
 def test_penalties_see_the_drafted_tokens() -> None:

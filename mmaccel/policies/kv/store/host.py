@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, StoreError
+from mmaccel.core.files.checkpoint_io import write_or_defer
 from mmaccel.core.memory.buffers import CopyQueues, QueueMark, on_device
 from mmaccel.core.registry import one_of
 from mmaccel.policies.kv.store import saved
@@ -80,8 +81,9 @@ class HostStore:
         """Units that were forgotten to make room; whoever tells of them empties it."""
         self.relieve: Callable[[], bool] = lambda: False
         """Asked where all stores together have taken what they may: whether another one has given a slab back."""
-        self.written: dict[tuple[int, int], saved.SavedUnitsFile] = {}
+        self.written: dict[tuple[int, int], list[saved.SavedUnitsFile]] = {}
         """The files of the last save, by layer and number, as far as their units are as they were then."""
+        self._saving = False
         self.gather_tables = GatherTables(self.slabs, self.lanes, self.device)
         self._counts = dict.fromkeys((*COUNTED, "seconds_in", "seconds_out"), 0.0)
         self._timed: list[tuple[str, QueueMark, QueueMark, float]] = []
@@ -218,7 +220,8 @@ class HostStore:
         self.table.free_slots([unit for unit in self.units() if unit >= end])
         self.table.at.forget_from(end)
         self.lost = [unit for unit in self.lost if unit < end]
-        self.written = {place: one for place, one in self.written.items() if one.units[-1] < end}
+        for place, files in self.written.items():
+            self.written[place] = [one for one in files if one.units[-1] < end]
 
     def drop_units(self, units: Sequence[int]) -> None:
         """Forget `units` (frames) in all layers, whether held or not."""
@@ -227,7 +230,8 @@ class HostStore:
 
     def free_last_slab(self) -> list[int] | None:
         """Free the last slab, and forget the oldest units (frames) for which no slab has room then; return those units.
-        If there is one slab only, or there are files, or too many units are pinned, change nothing and return None."""
+        If there is one slab only, or there are files, or too many units are pinned, or `save` has not ended, change nothing
+        and return None."""
         self._open()
         slabs, table = self.slabs, self.table
         left, held = (len(slabs.slabs) - 1) * slabs.per, self.units()
@@ -235,7 +239,7 @@ class HostStore:
         over = int((table.slot >= 0).sum()) - left
         sizes = (table.find_slots(range(len(table.slot)), old) >= 0).sum(0).cumsum()
         count = int(np.searchsorted(sizes, over)) + 1 if over > 0 else 0
-        if slabs.files or left <= 0 or count > len(old):
+        if slabs.files or left <= 0 or count > len(old) or self._saving:
             return None
         self.wait_for_copies()
         table.free_slots(old[:count])
@@ -300,9 +304,11 @@ class HostStore:
         }
 
     def save(self, folder: Path) -> None:
-        """Write all units (frames) to `folder`; raises `StoreError` if that fails."""
+        """Write all units (frames) to `folder`; raises `StoreError` if that fails. Within `defer_writes`, nothing may be
+        stored or dropped before its end; only `free_last_slab` may be called."""
         self.wait_for_copies()
-        saved.write_store(self, folder)
+        self._saving = True
+        write_or_defer(partial(saved.write_store, self, folder), lambda: setattr(self, "_saving", False))
 
     def load(self, folder: Path, end: int = MOST) -> None:
         """Replace the contents by the units (frames) below `end` saved in `folder`; these are not counted. Raises

@@ -1,7 +1,7 @@
 """A host store saved on disk: safetensors files of bounded size, and a JSON file that lists their contents.
 
-Version, shapes, sizes and a checksum of every file are verified before use. A file with the same units (frames) as at the
-last save is not written again but linked under a new name, so that a save costs only what is new.
+Version, shapes, sizes and a checksum of every file are verified before use. A file of the last save is linked under a new
+name while the store holds at least half of its units (frames), so that a save writes only what is new.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError, StoreError, quoted
 from mmaccel.core.files import checkpoint_io, outside
 
-VERSIONS = 1, 2
-"""Of saved stores: those that can be read, the last is written. The first named groups of units that lay together."""
+VERSIONS = 1, 2, 3
+"""Of saved stores: those that can be read, the last is written. The first named groups of units that lay together; files of
+the second held no units but those of the store."""
 INDEX = "store.json"
-FILE_BYTES = 32 * 2**20
+FILE_BYTES, FILES = 32 * 2**20, 8
+"""The most bytes of a file; and the most files, each of a save, whose units would fill one: more are written as one."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +41,28 @@ class SavedUnitsFile:
 
 def write_store(store: Any, folder: Path) -> None:
     """Write all units (frames) of `store`, whose transfers have ended; raises `StoreError` if that fails."""
-    most, written = max(1, FILE_BYTES // store.shape.nbytes), dict[tuple[int, int], SavedUnitsFile]()
-    told = list[dict[str, Any]]()
+    most, written = max(1, FILE_BYTES // store.shape.nbytes), dict[tuple[int, int], list[SavedUnitsFile]]()
+    told, paths = list[dict[str, Any]](), (folder / f"store-{n:05d}.safetensors" for n in itertools.count())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for layer in range(store.shape.layers):
             for number, some in itertools.groupby(store.units(layer), lambda unit: unit // most):
-                units, path = list(some), folder / f"store-{len(told):05d}.safetensors"
-                piece = _again(store.written.get((layer, number)), units, path)
-                if piece is None:
-                    kept = torch.cat([store.unit_view(layer, unit) for unit in units])
+                units, files = set(some), list[SavedUnitsFile]()
+                last = store.written.get((layer, number), [])
+                if len(last) == FILES and not units.issubset(itertools.chain(*(one.units for one in last))):
+                    last = []
+                for one in last:
+                    if 2 * len(units.intersection(one.units)) >= len(one.units):
+                        files += _again(one, next(paths))
+                if new := sorted(units.difference(*(one.units for one in files))):
+                    kept, path = torch.cat([store.unit_view(layer, unit) for unit in new]), next(paths)
                     checkpoint_io.write_tensors(path, {"units": kept})
-                    piece = SavedUnitsFile(units, path, _checksum(kept), path.stat().st_size)
-                written[layer, number] = piece
-                told.append({"file": path.name, "layer": layer, "units": units, "crc": piece.crc})
+                    files.append(SavedUnitsFile(new, path, _checksum(kept), path.stat().st_size))
+                written[layer, number] = files
+                for one in files:
+                    gone = [unit for unit in one.units if unit not in units]
+                    about = {"layer": layer, "units": one.units, "gone": gone, "crc": one.crc}
+                    told.append({"file": one.path.name, **about})
         index = {"version": VERSIONS[-1], "shape": store.shape.to_json(), "pieces": told}
         (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
     except OSError as error:
@@ -62,14 +72,13 @@ def write_store(store: Any, folder: Path) -> None:
     store.written = written
 
 
-def _again(last: SavedUnitsFile | None, units: list[int], path: Path) -> SavedUnitsFile | None:
-    """The file of the last save under another name, if it holds just these units and can have one."""
-    if last is not None and last.units == units:
-        with suppress(OSError):
-            if last.path.stat().st_size == last.size:
-                os.link(last.path, path)
-                return SavedUnitsFile(units, path, last.crc, last.size)
-    return None
+def _again(last: SavedUnitsFile, path: Path) -> list[SavedUnitsFile]:
+    """The file of the last save under another name, if it is whole and can have one."""
+    with suppress(OSError):
+        if last.path.stat().st_size == last.size:
+            os.link(last.path, path)
+            return [replace(last, path=path)]
+    return []
 
 
 def read_store(store: Any, folder: Path, end: int) -> None:
@@ -90,6 +99,7 @@ def read_store(store: Any, folder: Path, end: int) -> None:
             layer, units, path = piece["layer"], piece["units"], folder / piece["file"]
             checkpoint_io.check_ints([layer], f"{INDEX}: layer", store.shape.layers, StoreError)
             checkpoint_io.check_ints(units, f"{INDEX}: units", end, StoreError)
+            gone = checkpoint_io.check_ints(piece.get("gone", []), f"{INDEX}: gone", end, StoreError)
             if path.name != piece["file"]:
                 raise ValueError(f"{quoted(piece['file'])} is not a file of a store")
             wanted = {"units": ((len(units), *store.shape.tensor_shape), store.shape.dtype)}
@@ -97,7 +107,8 @@ def read_store(store: Any, folder: Path, end: int) -> None:
             if _checksum(kept) != piece["crc"]:
                 raise ValueError(f"{path.name} is not what was written")
             for unit, (key, value) in zip(units, kept, strict=True):
-                if store.put_layer(layer, [unit], key.to(store.device), value.to(store.device)):
+                here = unit not in gone
+                if here and store.put_layer(layer, [unit], key.to(store.device), value.to(store.device)):
                     # Whoever saved it does not know that some are no more.
                     raise StoreError(
                         f"host store: {folder} holds more than this host has room for; free memory, or load it on a "

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmaccel.core.errors import StoreError
+from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory import buffers
 from mmaccel.policies.kv.store import saved, slabs
 from tests.policies.kv.store.units import (
@@ -28,6 +30,7 @@ from tests.spies import broken
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved, "FILE_BYTES", 4 * UNIT_BYTES)
+    monkeypatch.setattr(saved, "FILES", 2)
 
 
 def files(folder: Path) -> dict[int, str]:
@@ -47,14 +50,41 @@ def test_what_was_written_is_not_written_again(tmp_path: Path) -> None:
     fill(store, list(range(6, 11)))
     store.save(tmp_path / "two")
     first, second = files(tmp_path / "one"), files(tmp_path / "two")
-    assert len(first) == 2 * LAYERS and len(second) == 3 * LAYERS
-    assert len(first.keys() & second.keys()) == LAYERS, "of each layer the first file is whole, and stays"
+    assert len(first) == 2 * LAYERS and len(second) == 4 * LAYERS
+    assert first.keys() < second.keys()
     loads(tmp_path / "one", list(range(6)))
     for one in (tmp_path / "one").iterdir():
         one.unlink()
     loads(tmp_path / "two", list(range(11)))
     store.save(tmp_path / "three")
     assert files(tmp_path / "three").keys() == second.keys()
+
+
+def test_many_small_files_become_one_and_no_unit_is_left_out(tmp_path: Path) -> None:
+    store, counts, before = open_store(), [], dict[int, str]()
+    for unit in range(6):
+        fill(store, [unit])
+        store.save(tmp_path / str(unit))
+        now = files(tmp_path / str(unit))
+        counts.append((len(now) // LAYERS, len(now.keys() & before.keys()) // LAYERS))
+        before = now
+        loads(tmp_path / str(unit), list(range(unit + 1)))
+    assert counts == [(1, 0), (2, 1), (1, 0), (2, 1), (3, 2), (4, 3)], (
+        "files of a layer, and how many were there before"
+    )
+
+
+def test_while_it_is_saved_no_other_store_gets_its_memory(tmp_path: Path) -> None:
+    for fails in (False, True):
+        store = filled(list(range(8)), 4 * LAYERS, spill="drop_oldest")
+        told = pytest.raises(OSError, match="full") if fails else nullcontext()
+        with told, checkpoint_io.defer_writes():
+            if fails:
+                checkpoint_io.write_or_defer(lambda: (_ for _ in ()).throw(OSError("full")))
+            store.save(place := tmp_path / f"{fails}")
+            assert store.free_last_slab() is None and not place.exists()
+        assert store.free_last_slab() == [0, 1, 2, 3]
+    loads(tmp_path / "False", list(range(8)))
 
 
 def test_what_is_cut_is_written_anew(tmp_path: Path) -> None:
@@ -84,11 +114,15 @@ def test_what_is_forgotten_leaves_the_other_files(tmp_path: Path) -> None:
     store = filled(list(range(12)), cap=16 * UNIT_BYTES * LAYERS, spill="drop_oldest", slots=16 * LAYERS)
     store.save(tmp_path / "one")
     fill(store, list(range(12, 18)))
-    left = store.units(0)
-    assert left[0] > 0
+    assert store.units(0)[0] > 0
     store.save(tmp_path / "two")
     assert files(tmp_path / "one").keys() & files(tmp_path / "two").keys()
-    loads(tmp_path / "two", left)
+    loads(tmp_path / "two", store.units(0))
+    store.drop_units([8, 9, 10, 13])
+    store.save(tmp_path / "three")
+    kept = files(tmp_path / "two").keys() & files(tmp_path / "three").keys()
+    assert len(kept) == 4 * LAYERS, "all but that of units 8 to 11"
+    loads(tmp_path / "three", store.units(0))
 
 
 def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ KEPT = 4
 LENGTHS = (0, 1, 3, 7, 15)
 """Tokens drafted a round; with the token before them as many rows as steps are captured for."""
 TRIED, TIMED = 3, 9
-"""Rounds after which a draft length is known (one, if it would not pay with all tokens kept), and how many are kept."""
+"""Rounds after which a draft length is known (one, if with all tokens kept it is half as fast), and how many are kept."""
 AGAIN, RARELY = 512, 8192
 """Rounds of as many sequences after which other lengths are tried anew, as memories grow, and loads change: the first, and
 while drafting does not pay twice as many each time, up to the second."""
@@ -317,7 +317,7 @@ class DraftLengthTuner:
         for length in LENGTHS:
             seconds = self._seconds[size, length]
             all_kept = count + drafting * length
-            if len(seconds) < TRIED and (not seconds or all_kept > best * min(seconds)):
+            if len(seconds) < TRIED and (not seconds or 2 * all_kept > best * min(seconds)):
                 return length
             said = count - drafting + drafting * sum(keep**n for n in range(length + 1))
             worth = said / median_low(seconds)

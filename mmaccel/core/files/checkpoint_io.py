@@ -25,34 +25,40 @@ Wanted = Mapping[str, tuple[Sequence[int], torch.dtype]]
 """Shape and type of each tensor of a file; -1 in a shape stands for any size."""
 WAIT_S = 10.0
 """Seconds that a save waits for another one to end."""
+DEFERRED_BYTES = 1 << 30
+"""The most bytes of tensors that a save copies, to write them when it no longer holds the model."""
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES}
 """What a file system says that cannot write a file or a folder to the disk on demand."""
 
 
-_deferred: ContextVar[tuple[list[Callable[[], object]], ExitStack] | None] = ContextVar(
-    "_deferred", default=None
-)
+class _Deferred:
+    def __init__(self) -> None:
+        self.work, self.ends, self.room = list[Callable[[], object]](), ExitStack(), DEFERRED_BYTES
+
+
+_deferred: ContextVar[_Deferred | None] = ContextVar("_deferred", default=None)
 
 
 @contextmanager
 def defer_writes() -> Iterator[None]:
-    """Context in which `write_tensors` copies tensors at once, and files are written at the end: a save enters it before it
-    holds the model, which others use while files are written."""
-    with ExitStack() as ends:
-        mark = _deferred.set((work := list[Callable[[], object]](), ends))
+    """Context in which `write_tensors` copies tensors, up to `DEFERRED_BYTES`, and files are written at the end: a save
+    enters it before it holds the model, which others use while files are written."""
+    deferred = _Deferred()
+    with deferred.ends:
+        mark = _deferred.set(deferred)
         try:
             yield
         finally:
             _deferred.reset(mark)
-        for write in work:
+        for write in deferred.work:
             write()
 
 
 def write_or_defer(write: Callable[[], object], end: Callable[[], object] = lambda: None) -> None:
     """Call `write`, within `defer_writes` at its end; and then `end`, also if `write` failed or was not called."""
     if (deferred := _deferred.get()) is not None:
-        deferred[0].append(write)
-        deferred[1].callback(end)
+        deferred.work.append(write)
+        deferred.ends.callback(end)
         return
     try:
         write()
@@ -61,10 +67,15 @@ def write_or_defer(write: Callable[[], object], end: Callable[[], object] = lamb
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors (also views and device tensors) into one safetensors file; raises OSError (see `write_or_defer`)."""
-    copy = _deferred.get() is not None
-    host = {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
-    write_or_defer(partial(_write_file, path, host))
+    """Write tensors (also views and device tensors) into one safetensors file; raises OSError (see `defer_writes`)."""
+    deferred, size = _deferred.get(), sum(tensor.nbytes for tensor in tensors.values())
+    later = deferred is not None and size <= deferred.room
+    host = {name: tensor.detach().to("cpu", copy=later).contiguous() for name, tensor in tensors.items()}
+    if deferred is None or not later:
+        _write_file(path, host)
+    else:
+        deferred.room -= size
+        deferred.work.append(partial(_write_file, path, host))
 
 
 def _write_file(path: Path, host: dict[str, Tensor]) -> None:

@@ -66,8 +66,7 @@ def save_session(path: Path, recipe: Recipe, live: StreamRunner) -> None:
     place = path.resolve()
 
     def write(part: Path) -> dict[str, Any]:
-        # Files, checksums, and waiting for the disk leave the model to others.
-        with checkpoint_io.defer_writes(), live.adapter.turns.hold():
+        with live.adapter.turns.hold():
             if (draft := live.draft_stream.stream) is not None:
                 (part / DRAFT).mkdir()
                 try:
@@ -77,6 +76,8 @@ def save_session(path: Path, recipe: Recipe, live: StreamRunner) -> None:
                 except Exception:
                     with live.draft_stream.drop_on_error():
                         raise
+        # Files, checksums, and waiting for the disk leave the model to others.
+        with checkpoint_io.defer_writes(), live.adapter.turns.hold():
             written = write_stream(part, live)
         if live.draft_stream.failed:
             rmtree(part / DRAFT, ignore_errors=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
@@ -75,15 +77,13 @@ class HostStore:
         self.slabs = Slabs(shape, on_cuda, slab_bytes, cap, spill == "disk", place, together)
         self.table = SlotTable(shape.layers, self.device)
         self._closed, self._dropped = False, 0
-        self.pinned: Callable[[int], bool] = lambda unit: False
-        """Whether a unit stays when room is made."""
-        self.lost: list[int] = []
-        """Units that were forgotten to make room; whoever tells of them empties it."""
+        self.pinned: Callable[[int], bool] = lambda unit: False  # whether a unit stays when room is made
+        self.lost: list[int] = []  # units forgotten to make room; whoever tells of them empties it
         self.relieve: Callable[[], bool] = lambda: False
         """Asked where all stores together have taken what they may: whether another one has given a slab back."""
         self.written: dict[tuple[int, int], list[saved.SavedUnitsFile]] = {}
         """The files of the last save, by layer and number, as far as their units are as they were then."""
-        self._saving = False
+        self._saving = threading.Lock()  # `save` reads units when it no longer holds the model
         self.gather_tables = GatherTables(self.slabs, self.lanes, self.device)
         self._counts = dict.fromkeys((*COUNTED, "seconds_in", "seconds_out"), 0.0)
         self._timed: list[tuple[str, QueueMark, QueueMark, float]] = []
@@ -216,7 +216,7 @@ class HostStore:
 
     def forget_from(self, end: int) -> None:
         """Forget the units (frames) from number `end` on, in all layers."""
-        self._open()
+        self._open(drops=True)
         self.table.free_slots([unit for unit in self.units() if unit >= end])
         self.table.at.forget_from(end)
         self.lost = [unit for unit in self.lost if unit < end]
@@ -225,21 +225,20 @@ class HostStore:
 
     def drop_units(self, units: Sequence[int]) -> None:
         """Forget `units` (frames) in all layers, whether held or not."""
-        self._open()
+        self._open(drops=True)
         self.table.free_slots(units)
 
     def free_last_slab(self) -> list[int] | None:
         """Free the last slab, and forget the oldest units (frames) for which no slab has room then; return those units.
-        If there is one slab only, or there are files, or too many units are pinned, or `save` has not ended, change nothing
-        and return None."""
-        self._open()
+        If there is one slab only, or there are files, or too many units are pinned, change nothing and return None."""
+        self._open(drops=True)
         slabs, table = self.slabs, self.table
         left, held = (len(slabs.slabs) - 1) * slabs.per, self.units()
         old = [unit for unit in held if not self.pinned(unit)]
         over = int((table.slot >= 0).sum()) - left
         sizes = (table.find_slots(range(len(table.slot)), old) >= 0).sum(0).cumsum()
         count = int(np.searchsorted(sizes, over)) + 1 if over > 0 else 0
-        if slabs.files or left <= 0 or count > len(old) or self._saving:
+        if slabs.files or left <= 0 or count > len(old):
             return None
         self.wait_for_copies()
         table.free_slots(old[:count])
@@ -304,11 +303,10 @@ class HostStore:
         }
 
     def save(self, folder: Path) -> None:
-        """Write all units (frames) to `folder`; raises `StoreError` if that fails. Within `defer_writes`, nothing may be
-        stored or dropped before its end; only `free_last_slab` may be called."""
+        """Write all units (frames) to `folder`, at the end of `defer_writes`; raises `StoreError` if that fails."""
         self.wait_for_copies()
-        self._saving = True
-        write_or_defer(partial(saved.write_store, self, folder), lambda: setattr(self, "_saving", False))
+        self._saving.acquire()
+        write_or_defer(partial(saved.write_store, self, folder), self._saving.release)
 
     def load(self, folder: Path, end: int = MOST) -> None:
         """Replace the contents by the units (frames) below `end` saved in `folder`; these are not counted. Raises
@@ -325,13 +323,16 @@ class HostStore:
     def close(self) -> None:
         """Release all memory and remove all files; a closed store cannot be used."""
         if not self._closed:
+            self._open(drops=True)
             self.lanes.wire.record_mark().wait_on_host()
             self.gather_tables.invalidate()
             self.slabs.close()
             self.table = SlotTable(self.shape.layers, self.device)
             self._closed = True
 
-    def _open(self) -> None:
+    def _open(self, drops: bool = False) -> None:
+        with self._saving if drops else nullcontext():  # after a save, which reads what it listed
+            pass
         if self._closed:
             raise StoreError("host store: it is closed; open another.")
 

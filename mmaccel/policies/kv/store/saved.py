@@ -26,7 +26,8 @@ VERSIONS = 1, 2, 3
 the second held no units but those of the store."""
 INDEX = "store.json"
 FILE_BYTES, FILES = 32 * 2**20, 8
-"""The most bytes of a file; and the most files, each of a save, whose units would fill one: more are written as one."""
+"""The most bytes of a file; and how many files whose units would fill one are written as one, as they are when later units
+are there."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,12 @@ def write_store(store: Any, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for layer in range(store.shape.layers):
-            for number, some in itertools.groupby(store.units(layer), lambda unit: unit // most):
+            held = store.units(layer)
+            for number, some in itertools.groupby(held, lambda unit: unit // most):
                 units, files = set(some), list[SavedUnitsFile]()
                 last = store.written.get((layer, number), [])
-                if len(last) == FILES and not units.issubset(itertools.chain(*(one.units for one in last))):
-                    last = []
+                if len(last) == FILES or (len(last) > 1 and number < held[-1] // most):
+                    last = []  # into one file
                 for one in last:
                     if 2 * len(units.intersection(one.units)) >= len(one.units):
                         files += _again(one, next(paths))
@@ -73,9 +75,10 @@ def write_store(store: Any, folder: Path) -> None:
 
 
 def _again(last: SavedUnitsFile, path: Path) -> list[SavedUnitsFile]:
-    """The file of the last save under another name, if it is whole and can have one."""
+    """The file of the last save under another name, if it is whole and can have one. A folder that was moved or removed, and
+    is made again, has files of this save under the names of the last."""
     with suppress(OSError):
-        if last.path.stat().st_size == last.size:
+        if last.path.parent != path.parent and last.path.stat().st_size == last.size:
             os.link(last.path, path)
             return [replace(last, path=path)]
     return []

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tests.policies.kv.store.units import (
     filled,
     open_store,
 )
-from tests.spies import broken
+from tests.spies import broken, crossed
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,10 @@ def test_what_was_written_is_not_written_again(tmp_path: Path) -> None:
         one.unlink()
     loads(tmp_path / "two", list(range(11)))
     store.save(tmp_path / "three")
-    assert files(tmp_path / "three").keys() == second.keys()
+    third = files(tmp_path / "three")
+    assert len(third) == 3 * LAYERS and len(third.keys() & second.keys()) == 2 * LAYERS, "4 to 7 are in one"
+    store.save(tmp_path / "four")
+    assert files(tmp_path / "four").keys() == third.keys()
 
 
 def test_many_small_files_become_one_and_no_unit_is_left_out(tmp_path: Path) -> None:
@@ -69,22 +73,58 @@ def test_many_small_files_become_one_and_no_unit_is_left_out(tmp_path: Path) -> 
         counts.append((len(now) // LAYERS, len(now.keys() & before.keys()) // LAYERS))
         before = now
         loads(tmp_path / str(unit), list(range(unit + 1)))
-    assert counts == [(1, 0), (2, 1), (1, 0), (2, 1), (3, 2), (4, 3)], (
-        "files of a layer, and how many were there before"
+    assert counts == [(1, 0), (2, 1), (1, 0), (2, 1), (2, 0), (3, 2)], (
+        "files of a layer, and how many there were"
     )
 
 
-def test_while_it_is_saved_no_other_store_gets_its_memory(tmp_path: Path) -> None:
-    for fails in (False, True):
-        store = filled(list(range(8)), 4 * LAYERS, spill="drop_oldest")
-        told = pytest.raises(OSError, match="full") if fails else nullcontext()
-        with told, checkpoint_io.defer_writes():
-            if fails:
-                checkpoint_io.write_or_defer(lambda: (_ for _ in ()).throw(OSError("full")))
-            store.save(place := tmp_path / f"{fails}")
-            assert store.free_last_slab() is None and not place.exists()
-        assert store.free_last_slab() == [0, 1, 2, 3]
-    loads(tmp_path / "False", list(range(8)))
+def test_a_folder_that_is_made_again_has_no_file_of_another_layer(tmp_path: Path) -> None:
+    """Files of the last save are known by their names, which the new ones take."""
+    store = filled(list(range(4)))
+    store.save(tmp_path / "one")
+    fill(store, [4, 5])
+    (tmp_path / "one").rename(tmp_path / "old")
+    store.save(tmp_path / "one")
+    loads(tmp_path / "one", list(range(6)))
+    loads(tmp_path / "old", list(range(4)))
+
+
+DROPS = {
+    "a slab": lambda store: store.free_last_slab(),
+    "units": lambda store: store.drop_units([0]),
+    "the last": lambda store: store.forget_from(7),
+    "all": lambda store: store.close(),
+}
+
+
+@crossed(what=DROPS, fails=[False, True])
+def test_what_would_drop_units_waits_while_they_are_saved(tmp_path: Path, what: str, fails: bool) -> None:
+    store, told = filled(list(range(8)), 4 * LAYERS, spill="drop_oldest"), []
+    other = threading.Thread(target=lambda: told.append(DROPS[what](store)))
+    with pytest.raises(OSError, match="full") if fails else nullcontext(), checkpoint_io.defer_writes():
+        if fails:
+            checkpoint_io.write_or_defer(lambda: (_ for _ in ()).throw(OSError("full")))
+        store.save(tmp_path)
+        other.start()
+        other.join(0.1)
+        assert not told and not (tmp_path / "store.json").exists()
+    other.join()
+    assert told == [[0, 1, 2, 3] if what == "a slab" else None]
+    if not fails:
+        loads(tmp_path, list(range(8)))
+
+
+def test_large_tensors_are_written_at_once_and_not_held_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_io, "DEFERRED_BYTES", 100)
+    few, many = (torch.zeros(n, dtype=torch.uint8) for n in (60, 50))
+    with checkpoint_io.defer_writes():
+        for name, one in (("a", few), ("b", many)):
+            checkpoint_io.write_tensors(tmp_path / name, {"x": one})
+        assert (tmp_path / "b").exists() and not (tmp_path / "a").exists()
+        few += 1
+    assert not load_file(tmp_path / "a")["x"].any()
 
 
 def test_what_is_cut_is_written_anew(tmp_path: Path) -> None:

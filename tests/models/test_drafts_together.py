@@ -340,6 +340,12 @@ def test_a_load_that_changes_is_noticed() -> None:
     assert load.best_length(8, 8) > 1
 
 
+def test_one_slow_round_does_not_end_a_trial() -> None:
+    load, slow = DraftLengthTuner(), [45e-3] * 2  # `rounds` asks twice for the seconds of a round
+    rounds(load, lambda count, window: 20e-3 if not window else slow.pop() if slow else 23e-3, 1, 1.0, 40)
+    assert load.best_length(1, 1) > 0
+
+
 def test_what_does_not_pay_is_tried_less_and_less_and_again_when_drafting_paid() -> None:
     load, dear = DraftLengthTuner(), [0.05]
     price = lambda count, window: 6e-3 + dear[0] * window  # noqa: E731

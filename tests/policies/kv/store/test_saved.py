@@ -64,7 +64,16 @@ def test_what_was_written_is_not_written_again(tmp_path: Path) -> None:
     assert files(tmp_path / "four").keys() == third.keys()
 
 
-def test_many_small_files_become_one_and_no_unit_is_left_out(tmp_path: Path) -> None:
+MERGED = {
+    2: [(1, 0), (2, 1), (1, 0), (2, 1), (2, 0), (3, 2)],
+    9: [(1, 0), (2, 1), (3, 2), (4, 3), (2, 0), (3, 2)],
+}
+"""Most files of a group of four units -> after each unit, files of a layer, and how many of them were there before."""
+
+
+@pytest.mark.parametrize("most", MERGED)
+def test_many_small_files_become_one_and_no_unit_is_left_out(tmp_path: Path, monkeypatch, most: int) -> None:
+    monkeypatch.setattr(saved, "FILES", most)
     store, counts, before = open_store(), [], dict[int, str]()
     for unit in range(6):
         fill(store, [unit])
@@ -73,9 +82,7 @@ def test_many_small_files_become_one_and_no_unit_is_left_out(tmp_path: Path) -> 
         counts.append((len(now) // LAYERS, len(now.keys() & before.keys()) // LAYERS))
         before = now
         loads(tmp_path / str(unit), list(range(unit + 1)))
-    assert counts == [(1, 0), (2, 1), (1, 0), (2, 1), (2, 0), (3, 2)], (
-        "files of a layer, and how many there were"
-    )
+    assert counts == MERGED[most]
 
 
 def test_a_folder_that_is_made_again_has_no_file_of_another_layer(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from mmaccel.core.decoding.batch import LENGTHS, TRIED, Batch, DraftLengthTuner
 from mmaccel.core.decoding.draft import DraftState, Prompt
 from mmaccel.core.decoding.generate import Speculation
 from mmaccel.core.report import Meter
+from mmaccel.core.streams.live import tune_python_for_streams
 from mmaccel.media import Video
 from mmaccel.models.attention import wrap_kv_cache
 from mmaccel.models.decode import ROWS
@@ -87,16 +88,18 @@ def together_part(bench: Bench) -> Iterator[Step]:
 
 Start = tuple[Prompt, torch.Tensor]  # that has been read, and the logits of its last token
 SEQUENCES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 4), (32, 4))  # at once; divisor of their columns
-WINDOW, WARMUPS = 15, 2
+WINDOW, WARMUPS = 15, 4
 """Most tokens that a draft proposes; and generations of each way before those that count."""
 
 
 class EachWindow(DraftLengthTuner):
-    """Takes each window for as many rounds as it is tried, so that what it needs is compiled and captured."""
+    """Takes each window, and rests of all lengths, so that what drafts need then is compiled and captured."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._turns = cycle([one for window in LENGTHS for one in (window, 0) for _ in range(TRIED)])
+        turns = [one for window in LENGTHS for one in (window, 0) for _ in range(TRIED)]
+        rests = [one for rows in ROWS for one in (*[0] * (rows - 1), 1)]
+        self._turns = cycle([*turns, *rests, *[0] * max(ROWS)])
 
     def best_length(self, count: int, drafting: int) -> int:
         return next(self._turns)
@@ -140,27 +143,25 @@ def verified_part(bench: Bench) -> Iterator[Step]:
             some, given = seats(columns, count), bench.given
             targets, begun = [target for target, *_ in some], [start for *_, start in some]
             choice = Sequential(model="shape", window=WINDOW)
-            plain, drafted, load = list[float](), list[float](), Watched()
-            # In the first, steps are compiled and captured; in the next, windows are tried; both are dropped.
-            for number, seed in enumerate([*[0] * WARMUPS, *seeds(given)]):
-                if seed == 1:
-                    load.windows.clear()
-                    load.kept = load.tried = 0
-                for seat, target in enumerate(() if trained else targets):
-                    target.dice.manual_seed(1000 * seed + seat)
-                plain.append(pace(targets, begun)[0])
-                drafts = [InTurns(draft, bench.device, choice, VOCAB) for _, draft, _ in some]
-                now = load if number else EachWindow()
-                drafted.append(pace(targets, begun, drafts, now)[0])
-            mean, error = spread(drafted[WARMUPS:])
-            bare, _ = spread(plain[WARMUPS:])
+            plain, drafted, load, first = list[float](), list[float](), Watched(), EachWindow()
+            # In the last of the first windows are tried, in the others steps compiled and captured; these are dropped.
+            with tune_python_for_streams():
+                for number, seed in enumerate([*[0] * WARMUPS, *seeds(given)]):
+                    if seed == 1:
+                        load.windows, load.kept, load.tried = Counter[int](), 0, 0
+                    for seat, target in enumerate(() if trained else targets):
+                        target.dice.manual_seed(1000 * seed + seat)
+                    plain.append(pace(targets, begun)[0])
+                    drafts = [InTurns(draft, bench.device, choice, VOCAB) for _, draft, _ in some]
+                    drafted.append(pace(targets, begun, drafts, first if number < WARMUPS - 1 else load)[0])
+            (mean, error), (bare, _) = spread(drafted[WARMUPS:]), spread(plain[WARMUPS:])
             told: dict[str, Any] = {"target": given.target, "draft": given.draft, "sequences": count}
             told |= {"keep": None if trained else given.keep, "columns": begun[0][0].inputs["assumed"][0]}
             least = min(said.max_new_tokens or 0 for said, _ in begun)
             told |= {"tokens": least, "draws": given.draws, "plain_per_s": bare, "drafted_per_s": mean}
-            told |= {"error_per_s": error, "over_plain": mean / bare}
-            told |= {"plain_each": plain, "drafted_each": drafted}
-            told |= {"kept_share": load.kept / max(load.tried, 1), "rounds_by_window": dict(load.windows)}
+            told |= {"error_per_s": error, "over_plain": mean / bare, "plain_each": plain}
+            told |= {"drafted_each": drafted, "kept_share": load.kept / max(load.tried, 1)}
+            told |= {"rounds_by_window": dict(load.windows)}
             tell(log, case="verified", **told, window_ms=load.median_round_ms(count))
 
         return run

@@ -32,7 +32,7 @@ LENGTHS = (0, 1, 3, 7, 15)
 """Tokens drafted a round; with the token before them as many rows as steps are captured for."""
 TRIED, TIMED = 3, 9
 """Rounds after which a draft length is known (one, if with all tokens kept it is half as fast), and how many are kept."""
-AGAIN, RARELY = 512, 8192
+AGAIN, RARELY = 1024, 8192
 """Rounds of as many sequences after which other lengths are tried anew, as memories grow, and loads change: the first, and
 while drafting does not pay twice as many each time, up to the second."""
 FORGET = 0.99

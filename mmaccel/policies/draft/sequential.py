@@ -22,8 +22,8 @@ from mmaccel.core.decoding.draft import (
 from mmaccel.core.registry import at_least, in_range, limited, register
 from mmaccel.policies.draft._draft_model import DraftModelState, DraftModelStrategy, VideoDraftStrategy
 
-ROWS = 512
-"""Committed tokens that a draft that rested runs at a time: each has logits of its own."""
+ROWS = 64
+"""Committed tokens that a draft that rested runs at a time: steps are captured for no more rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

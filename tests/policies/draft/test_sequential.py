@@ -14,6 +14,7 @@ from torch import Tensor
 from mmaccel.core.decoding.draft import Prompt
 from mmaccel.core.decoding.generate import Speculation
 from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.models import decode
 from mmaccel.policies.draft import parallel, sequential
 from mmaccel.policies.draft._draft_decoder import DraftedTokens
 from mmaccel.policies.draft._draft_model import check_vocabulary
@@ -113,6 +114,10 @@ def test_what_was_said_while_it_rested_is_run_piece_by_piece(monkeypatch: pytest
     core.take(one, *[0] * 8, 3)
     assert meter.rounds[-1] == (3, 3) and drafting.steps == 3 + 3
     assert drafting.tokens == one.ids[0, :13].tolist()
+
+
+def test_pieces_are_no_wider_than_captured_steps() -> None:
+    assert max(decode.ROWS) >= sequential.ROWS
 
 
 def test_penalties_see_the_drafted_tokens() -> None:

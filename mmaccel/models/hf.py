@@ -358,7 +358,7 @@ class ModelAttachment(AttachmentBase):
         """Run the text model over the new columns of `run`, in chunks where they are many."""
         count = run.layout.length - run.start
         chunk = getattr(self.running, "chunk", None) or self.owner.recipe.chunk
-        if chunk is None or count <= chunk or kwargs.get("output_attentions"):
+        if chunk is None or not run.prefill or count <= chunk or kwargs.get("output_attentions"):
             return self._pass(run, kwargs)
         if own := kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = self.open_kv_cache()

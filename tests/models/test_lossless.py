@@ -52,6 +52,18 @@ def test_up_to_the_model_s_last_position(family, strategy, room):
     assert "tree" in strategy or max(lengths, default=0) <= limit
 
 
+@crossed("family", strategy=STRATEGIES, family=sorted(BUILD))
+def test_prompts_may_come_in_pieces_smaller_than_what_is_verified(family, strategy):
+    """A tree of more tokens than a piece is verified whole."""
+    name, target = family
+    inputs, call = prompt(name, PROMPTS["video"]), {"max_new_tokens": 8, "do_sample": False}
+    plain = target.generate(**inputs, **call)
+    draft = often_right(target, 0.02, seed=1)
+    with mmaccel.accelerate(target, draft=STRATEGIES[strategy](draft, 5)) as fast:
+        assert torch.equal(target.generate(**inputs, **call, prefill_chunk_size=3), plain)
+        assert fast.report().draft["failed"] is None
+
+
 def words_of(target: torch.nn.Module | None = None, vocab: int = VOCAB) -> T.Qwen2ForCausalLM:
     """A Qwen2 of the tiny models' sizes, with the weights of the language model of `target` if that is given."""
     torch.manual_seed(5)

@@ -32,12 +32,12 @@ are there."""
 
 @dataclass(frozen=True)
 class SavedUnitsFile:
-    """A file of a saved store: the `units` (frames) of one layer that it holds, its checksum, and its size in bytes."""
+    """A file of a saved store: the `units` (frames) of one layer that it holds, its checksum, and its `_identity`."""
 
     units: list[int]
     path: Path
     crc: int
-    size: int
+    identity: tuple[int, ...]
 
 
 def write_store(store: Any, folder: Path) -> None:
@@ -51,7 +51,7 @@ def write_store(store: Any, folder: Path) -> None:
             for number, some in itertools.groupby(held, lambda unit: unit // most):
                 units, files = set(some), list[SavedUnitsFile]()
                 last = store.written.get((layer, number), [])
-                if len(last) == FILES or (len(last) > 1 and number < held[-1] // most):
+                if len(last) >= FILES or (len(last) > 1 and number < held[-1] // most):
                     last = []  # into one file
                 for one in last:
                     if 2 * len(units.intersection(one.units)) >= len(one.units):
@@ -59,7 +59,7 @@ def write_store(store: Any, folder: Path) -> None:
                 if new := sorted(units.difference(*(one.units for one in files))):
                     kept, path = torch.cat([store.unit_view(layer, unit) for unit in new]), next(paths)
                     checkpoint_io.write_tensors(path, {"units": kept})
-                    files.append(SavedUnitsFile(new, path, _checksum(kept), path.stat().st_size))
+                    files.append(SavedUnitsFile(new, path, _checksum(kept), _identity(path)))
                 written[layer, number] = files
                 for one in files:
                     gone = [unit for unit in one.units if unit not in units]
@@ -75,17 +75,25 @@ def write_store(store: Any, folder: Path) -> None:
 
 
 def _again(last: SavedUnitsFile, path: Path) -> list[SavedUnitsFile]:
-    """The file of the last save under another name, if it is whole and can have one. A folder that was moved or removed, and
-    is made again, has files of this save under the names of the last."""
+    """The file of the last save under another name, if it is whole and can have one: another user's cannot. In a folder that
+    was moved or removed, and is made again, the name is another file's."""
     with suppress(OSError):
-        if last.path.parent != path.parent and last.path.stat().st_size == last.size:
+        if _identity(last.path) == last.identity and last.identity[0] == path.parent.stat().st_uid:
             os.link(last.path, path)
             return [replace(last, path=path)]
     return []
 
 
+def _identity(path: Path) -> tuple[int, ...]:
+    """What tells a file from another one of its name: owner, device, inode, time of the last change, and bytes."""
+    told = path.stat()
+    return told.st_uid, told.st_dev, told.st_ino, told.st_mtime_ns, told.st_size
+
+
 def read_store(store: Any, folder: Path, end: int) -> None:
-    """Read the units (frames) below `end` saved in `folder` into the empty `store`; raises `StoreError` if that fails."""
+    """Read the units (frames) below `end` saved in `folder` into the empty `store`, whose next save links the files; raises
+    `StoreError` if that fails."""
+    most = max(1, FILE_BYTES // store.shape.nbytes)
     try:
         index = outside.read_json(folder / INDEX, INDEX, StoreError, fix="save it again")
         if index["version"] not in VERSIONS:
@@ -117,6 +125,9 @@ def read_store(store: Any, folder: Path, end: int) -> None:
                         f"host store: {folder} holds more than this host has room for; free memory, or load it on a "
                         "host with as much as the one it was saved on."
                     )
+            if units and units == sorted(units) and units[0] // most == units[-1] // most:
+                one = SavedUnitsFile(units, path, piece["crc"], _identity(path))
+                store.written.setdefault((layer, units[0] // most), []).append(one)
     except (OSError, KeyError, TypeError, ValueError, IndexError, ModelError) as error:
         why = str(error)[:200].rstrip(".")
         raise StoreError(f"host store: {folder} is damaged or incomplete ({why}); save it again.") from error

@@ -70,6 +70,25 @@ def test_what_a_user_puts_into_a_saved_session_stays(tmp_path: Path) -> None:
         session.load(place)
 
 
+def test_the_first_save_after_a_load_writes_new_frames_alone(tmp_path: Path) -> None:
+    def stored() -> dict[int, str]:
+        found = {one.stat().st_ino: one.name for one in (tmp_path / "stream").rglob("store-*.safetensors")}
+        assert found
+        return found
+
+    place = tmp_path / "stream"
+    with begun("mosaic", 12) as session:
+        session.save(place)
+        before = stored()
+        session.load(place)
+        session.watch(film(4), fps=FPS)
+        session.save(place)
+        assert before.keys() < stored().keys()
+        want = logits(session)
+        session.load(place)
+        assert torch.equal(logits(session), want)
+
+
 def test_only_the_owner_may_read_a_saved_session(tmp_path: Path) -> None:
     before = os.umask(0)
     try:

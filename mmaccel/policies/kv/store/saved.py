@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import stat
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,10 +33,11 @@ are there."""
 
 @dataclass(frozen=True)
 class SavedUnitsFile:
-    """A file of a saved store: the `units` (frames) of one layer that it holds, its checksum, and its `_identity`."""
+    """A file of a saved store: the `units` (frames) of one layer that it holds, its checksum, and its `_identity`. `paths`:
+    where it is, and where it was before, should the save that moved it have failed."""
 
     units: list[int]
-    path: Path
+    paths: tuple[Path, ...]
     crc: int
     identity: tuple[int, ...]
 
@@ -59,12 +61,12 @@ def write_store(store: Any, folder: Path) -> None:
                 if new := sorted(units.difference(*(one.units for one in files))):
                     kept, path = torch.cat([store.unit_view(layer, unit) for unit in new]), next(paths)
                     checkpoint_io.write_tensors(path, {"units": kept})
-                    files.append(SavedUnitsFile(new, path, _checksum(kept), _identity(path)))
+                    files.append(SavedUnitsFile(new, (path,), _checksum(kept), _identity(path)))
                 written[layer, number] = files
                 for one in files:
                     gone = [unit for unit in one.units if unit not in units]
                     about = {"layer": layer, "units": one.units, "gone": gone, "crc": one.crc}
-                    told.append({"file": one.path.name, **about})
+                    told.append({"file": one.paths[0].name, **about})
         index = {"version": VERSIONS[-1], "shape": store.shape.to_json(), "pieces": told}
         (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
     except OSError as error:
@@ -77,17 +79,24 @@ def write_store(store: Any, folder: Path) -> None:
 def _again(last: SavedUnitsFile, path: Path) -> list[SavedUnitsFile]:
     """The file of the last save under another name, if it is whole and can have one: another user's cannot. In a folder that
     was moved or removed, and is made again, the name is another file's."""
-    with suppress(OSError):
-        if _identity(last.path) == last.identity and last.identity[0] == path.parent.stat().st_uid:
-            os.link(last.path, path)
-            return [replace(last, path=path)]
+    for old in last.paths if last.identity and last.identity[0] == path.parent.stat().st_uid else ():
+        with suppress(OSError):
+            os.link(old, path)
+            if _identity(path) == last.identity:
+                return [replace(last, paths=(path, old))]
+            path.unlink()
     return []
 
 
-def _identity(path: Path) -> tuple[int, ...]:
-    """What tells a file from another one of its name: owner, device, inode, time of the last change, and bytes."""
-    told = path.stat()
-    return told.st_uid, told.st_dev, told.st_ino, told.st_mtime_ns, told.st_size
+def _identity(path: Path, mode: int | None = None) -> tuple[int, ...]:
+    """What tells a file from another one of its name: owner, device, inode, time of the last change, and bytes; nothing of
+    what is no file, or a link, or does not have the `mode`, if given."""
+    try:
+        told = path.lstat()
+    except OSError:
+        return ()
+    fits = stat.S_ISREG(told.st_mode) and mode in (None, stat.S_IMODE(told.st_mode))
+    return (told.st_uid, told.st_dev, told.st_ino, told.st_mtime_ns, told.st_size) if fits else ()
 
 
 def read_store(store: Any, folder: Path, end: int) -> None:
@@ -114,6 +123,8 @@ def read_store(store: Any, folder: Path, end: int) -> None:
             if path.name != piece["file"]:
                 raise ValueError(f"{quoted(piece['file'])} is not a file of a store")
             wanted = {"units": ((len(units), *store.shape.tensor_shape), store.shape.dtype)}
+            # Before it is read, so that a file that takes its name meanwhile is not linked; a save changes modes to this.
+            identity = _identity(path, 0o600)
             kept = checkpoint_io.read_tensors(path, wanted, torch.device("cpu"))["units"]
             if _checksum(kept) != piece["crc"]:
                 raise ValueError(f"{path.name} is not what was written")
@@ -126,7 +137,7 @@ def read_store(store: Any, folder: Path, end: int) -> None:
                         "host with as much as the one it was saved on."
                     )
             if units and units == sorted(units) and units[0] // most == units[-1] // most:
-                one = SavedUnitsFile(units, path, piece["crc"], _identity(path))
+                one = SavedUnitsFile(units, (path,), piece["crc"], identity)
                 store.written.setdefault((layer, units[0] // most), []).append(one)
     except (OSError, KeyError, TypeError, ValueError, IndexError, ModelError) as error:
         why = str(error)[:200].rstrip(".")

@@ -64,47 +64,6 @@ def test_what_was_written_is_not_written_again(tmp_path: Path) -> None:
     assert files(tmp_path / "four").keys() == third.keys()
 
 
-def test_a_store_that_was_loaded_writes_what_is_new(tmp_path: Path) -> None:
-    filled(list(range(6))).save(tmp_path / "one")
-    store = open_store()
-    store.load(tmp_path / "one")
-    fill(store, [6, 7, 8])
-    store.save(tmp_path / "two")
-    assert files(tmp_path / "one").keys() < files(tmp_path / "two").keys()
-    loads(tmp_path / "two", list(range(9)))
-    store.load(tmp_path / "one")
-    store.forget_from(5)
-    for layer in range(LAYERS):
-        store.put_layer(layer, [5], *contents(layer, [5], salt=1))
-    store.save(tmp_path / "three")
-    assert len(files(tmp_path / "one").keys() & files(tmp_path / "three").keys()) == LAYERS, "4 and 5 are cut"
-    other = open_store()
-    other.load(tmp_path / "three")
-    check(other, 1, [5], salt=1)
-
-
-def test_another_file_under_its_name_is_not_taken_for_it(tmp_path: Path) -> None:
-    """Of the same size, as all units are."""
-    store = filled(list(range(4)))
-    store.save(tmp_path / "one")
-    for one in (tmp_path / "one").glob("store-*"):
-        one.with_suffix(".new").write_bytes(one.read_bytes()[::-1])
-        one.with_suffix(".new").replace(one)
-    store.save(tmp_path / "two")
-    loads(tmp_path / "two", list(range(4)))
-
-
-def test_a_file_of_another_user_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose mode cannot be changed."""
-    filled(list(range(4))).save(tmp_path / "one")
-    store, identity = open_store(), saved._identity
-    monkeypatch.setattr(saved, "_identity", lambda path: (identity(path)[0] + 1, *identity(path)[1:]))
-    store.load(tmp_path / "one")
-    store.save(tmp_path / "two")
-    assert not files(tmp_path / "one").keys() & files(tmp_path / "two").keys()
-    loads(tmp_path / "two", list(range(4)))
-
-
 MERGED = {
     2: [(1, 0), (2, 1), (1, 0), (2, 1), (2, 0), (3, 2)],
     9: [(1, 0), (2, 1), (3, 2), (4, 3), (2, 0), (3, 2)],

@@ -6,10 +6,12 @@ where a warning is an error; nothing here needs its packages.
 
 import argparse
 import importlib
+import math
 import os
 import re
 import runpy
 import shlex
+import statistics
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -285,6 +287,18 @@ def test_prefill_on_the_page_is_that_of_the_rows(case: str, tree: str) -> None:
 def test_short_prompts_on_the_page_are_those_of_the_rows() -> None:
     told = [row["speedup"] for row in rows("prefill_h200_202611") if {"against_s", "speedup"} <= row.keys()]
     assert "{:.3f}, {:.3f} and {:.3f} times".format(*told) in " ".join(SPEED.split())
+
+
+def test_trained_pairs_on_the_page_are_those_of_the_rows() -> None:
+    ratios, errors = list[float](), list[float]()
+    for row in (row for row in rows("trained_h200_202611") if "over_plain" in row):
+        ways = [[1 / pace for pace in row[way][-row["draws"] :]] for way in ("plain_each", "drafted_each")]
+        spreads = [statistics.stdev(way) / statistics.fmean(way) for way in ways]
+        ratios.append(row["over_plain"])
+        errors.append(row["over_plain"] * math.hypot(*spreads) / math.sqrt(row["draws"]))
+    page = " ".join((ROOT / "docs" / "serving.md").read_text(encoding="utf-8").split())
+    assert len(ratios) == 12 and f"at {min(ratios):.2f} to {max(ratios):.2f} times" in page
+    assert f"errors of {min(errors):.2f} to {max(errors):.2f}" in page
 
 
 @pytest.mark.parametrize(

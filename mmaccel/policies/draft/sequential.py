@@ -23,7 +23,7 @@ from mmaccel.core.registry import at_least, in_range, limited, register
 from mmaccel.policies.draft._draft_model import DraftModelState, DraftModelStrategy, VideoDraftStrategy
 
 ROWS = 64
-"""Committed tokens that a draft that rested runs at a time: steps are captured for no more rows."""
+"""Most tokens in a step by which a draft catches up after a rest: wider steps are not captured as CUDA graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)

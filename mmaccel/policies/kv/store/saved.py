@@ -34,7 +34,7 @@ are there."""
 @dataclass(frozen=True)
 class SavedUnitsFile:
     """A file of a saved store: the `units` (frames) of one layer that it holds, its checksum, and its `_identity`. `paths`:
-    where it is, and where it was before, should the save that moved it have failed."""
+    where the last save put it, and where it was before, which is used if that save failed later on."""
 
     units: list[int]
     paths: tuple[Path, ...]
@@ -57,7 +57,7 @@ def write_store(store: Any, folder: Path) -> None:
                     last = []  # into one file
                 for one in last:
                     if 2 * len(units.intersection(one.units)) >= len(one.units):
-                        files += _again(one, next(paths))
+                        files += _link_last_file(one, next(paths))
                 if new := sorted(units.difference(*(one.units for one in files))):
                     kept, path = torch.cat([store.unit_view(layer, unit) for unit in new]), next(paths)
                     checkpoint_io.write_tensors(path, {"units": kept})
@@ -76,9 +76,9 @@ def write_store(store: Any, folder: Path) -> None:
     store.written = written
 
 
-def _again(last: SavedUnitsFile, path: Path) -> list[SavedUnitsFile]:
-    """The file of the last save under another name, if it is whole and can have one: another user's cannot. In a folder that
-    was moved or removed, and is made again, the name is another file's."""
+def _link_last_file(last: SavedUnitsFile, path: Path) -> list[SavedUnitsFile]:
+    """Hard-link the file of the last save to `path`, and return it; return nothing if it is gone, is another user's, or
+    another file has taken its name."""
     for old in last.paths if last.identity and last.identity[0] == path.parent.stat().st_uid else ():
         with suppress(OSError):
             os.link(old, path)
@@ -89,8 +89,8 @@ def _again(last: SavedUnitsFile, path: Path) -> list[SavedUnitsFile]:
 
 
 def _identity(path: Path, mode: int | None = None) -> tuple[int, ...]:
-    """What tells a file from another one of its name: owner, device, inode, time of the last change, and bytes; nothing of
-    what is no file, or a link, or does not have the `mode`, if given."""
+    """Return owner, device, inode, time of last change and size of a file, by which it differs from any other; nothing if
+    it is missing, is a link or no regular file, or does not have the permissions `mode`, if given."""
     try:
         told = path.lstat()
     except OSError:
@@ -123,7 +123,7 @@ def read_store(store: Any, folder: Path, end: int) -> None:
             if path.name != piece["file"]:
                 raise ValueError(f"{quoted(piece['file'])} is not a file of a store")
             wanted = {"units": ((len(units), *store.shape.tensor_shape), store.shape.dtype)}
-            # Before it is read, so that a file that takes its name meanwhile is not linked; a save changes modes to this.
+            # Taken before the file is read: one that takes its name later is not linked. A save sets these permissions.
             identity = _identity(path, 0o600)
             kept = checkpoint_io.read_tensors(path, wanted, torch.device("cpu"))["units"]
             if _checksum(kept) != piece["crc"]:

@@ -38,14 +38,15 @@ SESSIONS = "/v1/streaming/sessions"
 
 
 @contextmanager
-def serving(model: str, device: str, replicas: int, keys: list[str], recipe: str) -> Iterator[str]:
+def serving(args: Any, replicas: int, keys: list[str]) -> Iterator[str]:
     """The address of `mmaccel serve`."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     with tempfile.TemporaryDirectory() as saves:
-        words = ["--model", model, "--device", device, "--recipe", recipe, "--port", str(port)]
-        words += ["--saves", saves, *["--ray", "--replicas", str(replicas)] * bool(replicas)]
+        words = ["--model", args.model, "--device", args.device, "--recipe", args.recipe, "--port", str(port)]
+        ray = ["--ray", "--replicas", str(replicas), *["--gpus", str(args.gpus)] * bool(args.gpus)]
+        words += ["--saves", saves, *ray * bool(replicas)]
         # A Ray of its own, of whose memory for objects a request takes little.
         given = {"MMACCEL_KEY": " ".join(keys), "RAY_ADDRESS": "local"}
         given |= {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(256 << 20)}
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--recipe", default="mosaic")
     parser.add_argument("--replicas", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--gpus", type=float, help="of each replica: 0.5 lets two share one")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--clip", type=int, default=4, help="frames in a call")
     parser.add_argument("--tokens", type=int, default=4)
@@ -144,9 +146,11 @@ def main() -> None:
     log = Log(args.out, args.device)
     keys = [f"bench-key-{number:04d}" for number in range(args.streams)]
     for replicas in args.replicas:
-        with serving(args.model, args.device, replicas, keys, args.recipe) as url:
+        with serving(args, replicas, keys) as url:
             found = measured(url, keys, args.clip, args.seconds, args.tokens)
-        given = {name: getattr(args, name) for name in ("streams", "clip", "model", "recipe", "tokens")}
+        given = {
+            name: getattr(args, name) for name in ("streams", "clip", "model", "recipe", "tokens", "gpus")
+        }
         log.row(**(row := {"case": "replicas", "replicas": replicas, **given, **found}))
         print(told(row), flush=True)
 

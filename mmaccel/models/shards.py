@@ -53,11 +53,17 @@ def local_heads(model: nn.Module, heads: int) -> range:
 
 def weights_checksum(model: nn.Module) -> str:
     """Compute a checksum of all weights, from a sample of each."""
-    marks = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    marks, states = hashlib.sha256(), sorted(model.state_dict().items())
+    by_kind, where = dict[Any, list[Tensor]](), list[tuple[Any, int]]()
+    for name, tensor in states:
         flat = _weight(model, name, tensor).detach().flatten()
-        some = flat[:: max(1, flat.numel() // 16)][:16].double().cpu()
-        marks.update(f"{name} {list(tensor.shape)} {some.tolist()}".encode())
+        kept = by_kind.setdefault((flat.device, flat.dtype), [])
+        where.append(((flat.device, flat.dtype), len(kept)))
+        kept.append(flat[:: max(1, flat.numel() // 16)][:16])
+    # One copy to the host for all of a type: each waits for the device.
+    host = {kind: torch.cat(x).cpu().double().split([*map(len, x)]) for kind, x in by_kind.items()}
+    for (name, tensor), (kind, number) in zip(states, where, strict=True):
+        marks.update(f"{name} {list(tensor.shape)} {host[kind][number].tolist()}".encode())
     return marks.hexdigest()[:32]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import reference, select
+from mmaccel.backends.ops import dense_attend
 from mmaccel.core.adapter import TokenTree
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.memory.kv import KVView
@@ -332,3 +333,18 @@ def test_on_a_device_it_is_as_exact_as_masks() -> None:
     exact = stream_pass(shown(one)).attend(0, query[:, :7].double(), key[:, :1], value[:, :1], 128**-0.5)
     errors = [(out[:, :7].double() - exact).norm() for out in (found, masks)]
     assert errors[0] <= 1.5 * errors[1]
+
+
+@pytest.mark.parametrize("most", [1, 3 * 37, 2 * 5 * 37, 4 * 11 * 37, 1 << 24])
+def test_weights_are_those_of_all_heads_however_many_are_computed_at_a_time(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of single rows, of some rows of one key/value head, of some heads, and of all at once."""
+    monkeypatch.setattr(dense_attend, "WEIGHTS", most)
+    query, key, _ = (one[0] for one in tensors(11, 37))
+    at, bias = torch.arange(26, 37), torch.randn(5, generator=torch.Generator().manual_seed(0))
+    scores = (query.double() @ key.double().repeat_interleave(HEADS // GROUPS, 0).mT) * SIZE**-0.5
+    scores[..., :5] += bias
+    hidden = torch.arange(37)[None] > at[:, None]
+    want = scores.masked_fill(hidden, -torch.inf).softmax(-1).mean(0)
+    close(dense_attend.mean_attention_weights(query, key, at, SIZE**-0.5, bias), want)

@@ -1,17 +1,21 @@
 """On a CUDA device: streams through its memory, a target beside its draft, and families whose parts are kernels of ours."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
+from safetensors.torch import load_file
 
 import mmaccel
 from mmaccel.backends.ops import delta, layer_ops
 from mmaccel.core.decoding import replay
+from mmaccel.core.files import checkpoint_io
 from mmaccel.media.preprocess import resize
 from mmaccel.policies.draft import Parallel, _draft_decoder
 from tests.backends.interpreted import GPU
@@ -266,3 +270,37 @@ def test_fused_modules_of_a_prompt_are_as_exact_as_the_models(kind: str, monkeyp
             found = model(**inputs).logits
         assert (found - truth).abs().max() <= 1.5 * (plain - truth).abs().max()
     assert {*ran} == {"rms_norm"} | ({"convolve_silu", "gated_rms_norm"} if kind == "qwen3_5" else set())
+
+
+def test_a_save_holds_what_was_there_when_it_left_the_model(tmp_path: Path) -> None:
+    """The device copies behind what it has to do, and before what is asked of it next."""
+    busy = torch.randn(4096, 4096, device="cuda")
+    kept = {str(n): torch.full((1 << 20,), float(n), device="cuda") for n in range(8)}
+    kept["across"] = torch.arange(1 << 20, device="cuda", dtype=torch.float32).view(1024, 1024).T
+    want = {name: one.cpu() for name, one in kept.items()}
+    with checkpoint_io.defer_writes():
+        for _ in range(50):
+            busy = (busy @ busy).clamp_(-1, 1)
+        for one in kept.values():
+            one.add_(busy[0, 0] * 0)
+        checkpoint_io.write_tensors(tmp_path / "whole.safetensors", kept)
+        for one in kept.values():
+            one.zero_()
+        kept.clear()
+        torch.full((16 << 20,), -1.0, device="cuda")
+    found = load_file(tmp_path / "whole.safetensors")
+    assert all(torch.equal(found[name], one) for name, one in want.items()) and found.keys() == want.keys()
+
+
+@pytest.mark.parametrize("kv", ["mosaic", "rekv", "full"])
+def test_a_stream_saved_between_passes_goes_on_as_it_was(kv: str, tmp_path: Path) -> None:
+    model, session = on_gpu("random-ov", torch.bfloat16, TIGHT[kv])
+    with session:
+        session.watch(film(25), fps=FPS)
+        with ThreadPoolExecutor(1) as threads:
+            saving = threads.submit(session.save, tmp_path / "one")
+            want = logits(session)
+            saving.result()
+        with mmaccel.VideoSession(model, pair("random-ov")[1], None, kv=TIGHT[kv]) as other:
+            other.load(tmp_path / "one")
+            assert torch.equal(logits(other), want)

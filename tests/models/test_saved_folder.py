@@ -1,5 +1,6 @@
 """A save touches what a save wrote and nothing else, whenever it is killed."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from safetensors.torch import load, load_file, save_file
 import mmaccel
 from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.core.streams import session_io
+from mmaccel.models import shards
 from tests.models.streams import FPS, film, logits
 from tests.models.test_session_faults import begun
 
@@ -87,6 +89,33 @@ def test_the_first_save_after_a_load_writes_new_frames_alone(tmp_path: Path) -> 
         want = logits(session)
         session.load(place)
         assert torch.equal(logits(session), want)
+
+
+def test_others_may_use_the_model_while_a_save_reads_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each device is read once for all weights of a type; and the checksum is that of weight after weight."""
+    with begun() as session:
+        adapter: Any = session._stream_adapter
+        busy, reads, cpu = list[bool](), list[int](), torch.Tensor.cpu
+
+        def checksum(model: Any) -> str:
+            busy.append(adapter.turns._holder is not None)
+            with monkeypatch.context() as counting:
+                counting.setattr(torch.Tensor, "cpu", lambda one: (reads.append(one.numel()), cpu(one))[1])
+                return whole(model)
+
+        whole = shards.weights_checksum
+        monkeypatch.setattr(shards, "weights_checksum", checksum)
+        session.save(tmp_path / "one")
+    assert busy == [False]
+    weights = adapter.model.state_dict()
+    assert len(reads) == len({one.dtype for one in weights.values()}) < len(weights)
+    each = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
+        sample = weight.flatten()[:: max(1, weight.numel() // 16)][:16].double().tolist()
+        each.update(f"{name} {list(weight.shape)} {sample}".encode())
+    assert json.loads((tmp_path / "one" / "session.json").read_text())["model"] == each.hexdigest()[:32]
 
 
 def test_only_the_owner_may_read_a_saved_session(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -18,8 +19,9 @@ def why_unusable(device: torch.device) -> str | None:
     )
 
 
+@cache
 def is_installed() -> bool:
-    """Whether flash-attn 4 can be imported."""
+    """Whether flash-attn 4 can be imported: looked for once, since a pass asks at each layer."""
     # Of version 2 the package has the same name, and no `cute`.
     try:
         return all(find_spec(name) is not None for name in ("flash_attn.cute", "cutlass"))

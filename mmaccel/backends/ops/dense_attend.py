@@ -28,6 +28,7 @@ ROWS = 256  # query rows of a block where a mask has to be written out
 FEW = 16  # fewer rows than this are taken together for the heads of a group on a CPU
 PRODUCTS = 128  # rows of a key head up to which float32 goes by two products on CUDA
 SUMS = 64  # parts of the second product
+WEIGHTS = 1 << 24  # attention weights in float32 that are in memory at a time
 SLICE = 128  # rows that `attend_in_slices` attends to at a time
 MASK = 1 << 26  # most entries of such a mask, the heads of a group counted
 
@@ -344,16 +345,23 @@ def mean_attention_weights(
     query: Tensor, key: Tensor, at: Tensor, scale: float, bias: Tensor | None = None
 ) -> Tensor:
     """Causal attention weights, averaged over heads, of queries [H, n, D] at columns `at` [n] to keys [G, N, D]: [n, N]
-    float32. `bias` [b] is added to the scores of the first b keys. One key/value head's scores are in memory at a time."""
-    groups = key.shape[0]
-    later = torch.arange(key.shape[1], device=key.device)[None] > at[:, None]
-    total = torch.zeros(at.numel(), key.shape[1], device=key.device)
-    for rows, keys in zip(torch.unflatten(query, 0, (groups, -1)), key, strict=True):
-        scores = (rows.float() @ keys.float().T) * scale
+    float32. `bias` [b] is added to the scores of the first b keys. As many rows, and then key/value heads, are computed at a
+    time as have `WEIGHTS` scores."""
+    (heads, rows, _), (groups, columns, _) = query.shape, key.shape
+    most = max(1, WEIGHTS * groups // (heads * columns))
+    if rows > most:
+        some = zip(torch.split(query, most, 1), torch.split(at, most), strict=True)
+        return torch.cat([mean_attention_weights(own, key, begin, scale, bias) for own, begin in some])
+    later = torch.arange(columns, device=key.device)[None] > at[:, None]
+    total = torch.zeros(rows, columns, device=key.device)
+    step, grouped = max(1, most // max(1, rows)), torch.unflatten(query, 0, (groups, -1))
+    for queries, keys in zip(torch.split(grouped, step), torch.split(key, step), strict=True):
+        scores = queries.float().flatten(1, 2) @ keys.float().transpose(1, 2) * scale
+        scores = torch.unflatten(scores, 1, (-1, rows))
         if bias is not None:
             scores[..., : len(bias)] += bias
-        total += scores.masked_fill(later, float("-inf")).softmax(-1).sum(0)
-    return total / query.shape[0]
+        total += scores.masked_fill_(later, float("-inf")).softmax(-1).sum((0, 1))
+    return total / heads
 
 
 def attend_in_slices(

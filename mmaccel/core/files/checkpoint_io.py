@@ -69,13 +69,17 @@ def write_or_defer(write: Callable[[], object], end: Callable[[], object] = lamb
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors (also views and device tensors) into one safetensors file; raises OSError (see `defer_writes`)."""
     deferred, size = _deferred.get(), sum(tensor.nbytes for tensor in tensors.values())
-    later = deferred is not None and size <= deferred.room
-    host = {name: tensor.detach().to("cpu", copy=later).contiguous() for name, tensor in tensors.items()}
-    if deferred is None or not later:
-        _write_file(path, host)
-    else:
-        deferred.room -= size
-        deferred.work.append(partial(_write_file, path, host))
+    if deferred is None or size > deferred.room:
+        return _write_file(path, {name: one.detach().cpu().contiguous() for name, one in tensors.items()})
+    deferred.room -= size
+    # To pinned pages: a device copies once it has done what is queued, and the caller goes on.
+    host = {
+        n: x.detach().contiguous().to("cpu", non_blocking=x.is_cuda, copy=True) for n, x in tensors.items()
+    }
+    devices = {one.device for one in tensors.values() if one.is_cuda}
+    copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+    deferred.work += [*(event.synchronize for event in copied), partial(_write_file, path, host)]
+    return None
 
 
 def _write_file(path: Path, host: dict[str, Tensor]) -> None:

@@ -188,7 +188,8 @@ class LocalDraftStream(DraftStream):
     def save(self, folder: Path) -> None:
         if self._live is None:
             raise ModelError("the draft has seen no frame.")
-        facts = write_stream(folder, self._live)
+        assert isinstance(self._adapter, StreamAdapter)  # a prompt's stream ends with its cache
+        facts = {"model": self._adapter.weights_checksum(), **write_stream(folder, self._live)}
         checkpoint_io.write_json(folder / FACTS, {**facts, "kv": saved_content_fields(self._kv)})
 
     def load(self, folder: Path) -> None:

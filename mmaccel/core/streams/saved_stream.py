@@ -59,9 +59,9 @@ SIZES: dict[str, Callable[[Any], bool]] = {
 
 
 def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
-    """Write a stream's times and memory into the existing `folder`; return facts for `read_stream`. Raises OSError."""
+    """Write a stream's times and memory into the existing `folder`; return facts for `read_stream`, to which the caller adds
+    `model`, the checksum of the weights: it waits for the device, and need not hold the model. Raises OSError."""
     adapter, info = live.adapter, live.info
-    assert isinstance(adapter, StreamAdapter)  # a prompt's stream ends with its call
     (folder / MEMORY).mkdir()
     live.state.save(folder / MEMORY)
     tensors = {
@@ -84,7 +84,6 @@ def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
         tensors |= live.running.named_tensors()
     checkpoint_io.write_tensors(folder / FILM, tensors)
     return {
-        "model": adapter.weights_checksum(),
         "dtype": _name(adapter.dtype),
         "size": info.size,
         "fps": None if info.fps is None else float(info.fps),

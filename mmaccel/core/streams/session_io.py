@@ -63,7 +63,8 @@ def save_session(path: Path, recipe: Recipe, live: StreamRunner) -> None:
     """Save a session to the folder `path`; raises `ModelError` if it cannot be written."""
     check_session_path(path)
     # Where a link leads to: the link stays, and what it led to is what is written anew.
-    place = path.resolve()
+    place, adapter = path.resolve(), live.adapter
+    assert isinstance(adapter, StreamAdapter)  # a prompt's stream ends with its call
 
     def write(part: Path) -> dict[str, Any]:
         with live.adapter.turns.hold():
@@ -85,6 +86,7 @@ def save_session(path: Path, recipe: Recipe, live: StreamRunner) -> None:
             "format": FORMAT,
             "version": VERSION,
             "recipe": as_json_value(recipe.to_dict()),
+            "model": adapter.weights_checksum(),
             **written,
             "data": part.name,
             "files": {name: _print_of(place, Path(name)) for name in sorted(_files(place, part))},

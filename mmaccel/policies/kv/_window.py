@@ -32,7 +32,6 @@ Look = tuple[Tensor, int]
 
 OWN = 1 / 6
 """What is left of a row by itself behind all layers (`QuestionRows.shares`); measured, see lab/LOG.md."""
-WEIGHTS = 1 << 24  # attention weights in float32 that are there at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,14 +282,8 @@ def mean_query(query: Tensor, stream_pass: StreamPass) -> Tensor:
 def attention(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return causal attention weights [n, N] float32, averaged over heads: query [H, n, D] belongs to the last n columns of
     key [G, N, D]. Both are after RoPE; `bias` [b] is added to the scores of the first columns."""
-    count, rows = key.shape[1], query.shape[1]
-    step = max(1, WEIGHTS // (query.shape[0] // key.shape[0] * count))
-    at = torch.arange(count - rows, count, device=key.device)
-    out = torch.empty(rows, count, device=key.device)
-    for first in range(0, rows, step):
-        some = slice(first, first + step)
-        out[some] = mean_attention_weights(query[:, some], key, at[some], key.shape[2] ** -0.5, bias)
-    return out
+    at = torch.arange(key.shape[1] - query.shape[1], key.shape[1], device=key.device)
+    return mean_attention_weights(query, key, at, key.shape[2] ** -0.5, bias)
 
 
 class _Row(NamedTuple):

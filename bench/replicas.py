@@ -148,9 +148,8 @@ def main() -> None:
     for replicas in args.replicas:
         with serving(args, replicas, keys) as url:
             found = measured(url, keys, args.clip, args.seconds, args.tokens)
-        given = {
-            name: getattr(args, name) for name in ("streams", "clip", "model", "recipe", "tokens", "gpus")
-        }
+        given = {name: getattr(args, name) for name in ("streams", "clip", "model", "recipe", "tokens")}
+        given["gpus"] = args.gpus if replicas else None
         log.row(**(row := {"case": "replicas", "replicas": replicas, **given, **found}))
         print(told(row), flush=True)
 

@@ -59,7 +59,7 @@ def weights_checksum(model: nn.Module) -> str:
         flat = _weight(model, name, tensor).detach().flatten()
         kept = by_kind.setdefault((flat.device, flat.dtype), [])
         where.append(((flat.device, flat.dtype), len(kept)))
-        kept.append(flat[:: max(1, flat.numel() // 16)][:16])
+        kept.append(flat[:: max(1, flat.numel() // 16)][:16].clone())  # a view would keep the weight
     # One copy to the host for all of a type: each waits for the device.
     host = {kind: torch.cat(x).cpu().double().split([*map(len, x)]) for kind, x in by_kind.items()}
     for (name, tensor), (kind, number) in zip(states, where, strict=True):

@@ -4,6 +4,7 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.backends.interpreted import GPU
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.models.test_check_family import KINDS
 from tests.models.tiny_random import BUILD, PROMPTS, prompt, sampler
-from tests.spies import beside, finish, heard
+from tests.spies import beside, broken, finish, heard, returned
 
 pytestmark = GPU
 
@@ -272,8 +273,11 @@ def test_fused_modules_of_a_prompt_are_as_exact_as_the_models(kind: str, monkeyp
     assert {*ran} == {"rms_norm"} | ({"convolve_silu", "gated_rms_norm"} if kind == "qwen3_5" else set())
 
 
-def test_a_save_holds_what_was_there_when_it_left_the_model(tmp_path: Path) -> None:
+def test_a_save_holds_what_was_there_when_it_left_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The device copies behind what it has to do, and before what is asked of it next."""
+    waits = returned(monkeypatch, checkpoint_io, "_copy", lambda made, *_: len(made[1]))
     busy = torch.randn(4096, 4096, device="cuda")
     kept = {str(n): torch.full((1 << 20,), float(n), device="cuda") for n in range(8)}
     kept["across"] = torch.arange(1 << 20, device="cuda", dtype=torch.float32).view(1024, 1024).T
@@ -290,17 +294,38 @@ def test_a_save_holds_what_was_there_when_it_left_the_model(tmp_path: Path) -> N
         torch.full((16 << 20,), -1.0, device="cuda")
     found = load_file(tmp_path / "whole.safetensors")
     assert all(torch.equal(found[name], one) for name, one in want.items()) and found.keys() == want.keys()
+    assert waits == [1]
 
 
 @pytest.mark.parametrize("kv", ["mosaic", "rekv", "full"])
-def test_a_stream_saved_between_passes_goes_on_as_it_was(kv: str, tmp_path: Path) -> None:
+def test_a_stream_saved_beside_another_s_passes_goes_on_as_it_was(kv: str, tmp_path: Path) -> None:
     model, session = on_gpu("random-ov", torch.bfloat16, TIGHT[kv])
-    with session:
-        session.watch(film(25), fps=FPS)
-        with ThreadPoolExecutor(1) as threads:
-            saving = threads.submit(session.save, tmp_path / "one")
-            want = logits(session)
-            saving.result()
+    second = mmaccel.VideoSession(model, pair("random-ov")[1], None, kv=TIGHT[kv])
+    with session, second, ThreadPoolExecutor(1) as threads:
+        for part in film(25).split(5):
+            session.watch(part, fps=FPS)
+            watching = threads.submit(lambda: [second.watch(film(9), fps=FPS) for _ in range(3)])
+            session.save(tmp_path / "one")
+            watching.result()
         with mmaccel.VideoSession(model, pair("random-ov")[1], None, kv=TIGHT[kv]) as other:
             other.load(tmp_path / "one")
-            assert torch.equal(logits(other), want)
+            assert torch.equal(logits(other), logits(session))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_save_copies_to_the_host_where_the_device_has_no_room(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its memory is full, or other saves have copied as much as they may."""
+    kept = {"one": torch.arange(9.0, device="cuda")}
+    if full:
+        broken(monkeypatch, torch.Tensor, "clone", torch.OutOfMemoryError("none"))
+    monkeypatch.setattr(checkpoint_io, "_on_devices", room := BoundedSemaphore(1))
+    if not full:
+        room.acquire()
+    waits = returned(monkeypatch, checkpoint_io, "_copy", lambda made, *_: len(made[1]))
+    with checkpoint_io.defer_writes():
+        checkpoint_io.write_tensors(tmp_path / "one.safetensors", kept)
+        kept["one"].zero_()
+    assert torch.equal(load_file(tmp_path / "one.safetensors")["one"], torch.arange(9.0))
+    assert waits == [0] and room.acquire(blocking=False) is full

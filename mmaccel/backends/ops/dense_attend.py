@@ -345,19 +345,20 @@ def mean_attention_weights(
     query: Tensor, key: Tensor, at: Tensor, scale: float, bias: Tensor | None = None
 ) -> Tensor:
     """Causal attention weights, averaged over heads, of queries [H, n, D] at columns `at` [n] to keys [G, N, D]: [n, N]
-    float32. `bias` [b] is added to the scores of the first b keys. As many rows, and then key/value heads, are computed at a
-    time as have `WEIGHTS` scores."""
-    (heads, rows, _), (groups, columns, _) = query.shape, key.shape
-    most = max(1, WEIGHTS * groups // (heads * columns))
+    float32. `bias` [b] is added to the scores of the first b keys. The scores of so many rows, and then of so many key/value
+    heads, are in memory at a time that they, and the keys as float32, have `WEIGHTS` elements each; of one at least."""
+    (heads, rows, size), (groups, columns, _) = query.shape, key.shape
+    most = max(1, WEIGHTS * groups // max(1, heads * columns))
     if rows > most:
         some = zip(torch.split(query, most, 1), torch.split(at, most), strict=True)
         return torch.cat([mean_attention_weights(own, key, begin, scale, bias) for own, begin in some])
     later = torch.arange(columns, device=key.device)[None] > at[:, None]
     total = torch.zeros(rows, columns, device=key.device)
-    step, grouped = max(1, most // max(1, rows)), torch.unflatten(query, 0, (groups, -1))
+    step = max(1, WEIGHTS // max(1, columns * max(rows * heads // groups, size)))
+    grouped = torch.unflatten(query, 0, (groups, heads // groups))
     for queries, keys in zip(torch.split(grouped, step), torch.split(key, step), strict=True):
         scores = queries.float().flatten(1, 2) @ keys.float().transpose(1, 2) * scale
-        scores = torch.unflatten(scores, 1, (-1, rows))
+        scores = torch.unflatten(scores, 1, (heads // groups, rows))
         if bias is not None:
             scores[..., : len(bias)] += bias
         total += scores.masked_fill_(later, float("-inf")).softmax(-1).sum((0, 1))

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +28,8 @@ WAIT_S = 10.0
 """Seconds that a save waits for another one to end."""
 DEFERRED_BYTES = 1 << 30
 """The most bytes of tensors that a save copies, to write them when it no longer holds the model."""
+_on_devices = threading.BoundedSemaphore(8)
+"""Held for each file whose copies lie on devices: of as many at most."""
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES}
 """What a file system says that cannot write a file or a folder to the disk on demand."""
 
@@ -42,7 +45,8 @@ _deferred: ContextVar[_Deferred | None] = ContextVar("_deferred", default=None)
 @contextmanager
 def defer_writes() -> Iterator[None]:
     """Context in which `write_tensors` copies tensors, up to `DEFERRED_BYTES`, and files are written at the end: a save
-    enters it before it holds the model, which others use while files are written."""
+    enters it before it holds the model, which others use while files are written. A device may copy later, in the order of
+    the current stream: what changes the tensors then must be on that stream."""
     deferred = _Deferred()
     with deferred.ends:
         mark = _deferred.set(deferred)
@@ -72,14 +76,32 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     if deferred is None or size > deferred.room:
         return _write_file(path, {name: one.detach().cpu().contiguous() for name, one in tensors.items()})
     deferred.room -= size
-    # To pinned pages: a device copies once it has done what is queued, and the caller goes on.
-    host = {
-        n: x.detach().contiguous().to("cpu", non_blocking=x.is_cuda, copy=True) for n, x in tensors.items()
-    }
-    devices = {one.device for one in tensors.values() if one.is_cuda}
-    copied = [torch.cuda.current_stream(device).record_event() for device in devices]
-    deferred.work += [*(event.synchronize for event in copied), partial(_write_file, path, host)]
+    deferred.work.append(partial(_write_copies, path, *_copy(tensors, deferred.ends)))
     return None
+
+
+def _copy(
+    tensors: Mapping[str, Tensor], ends: ExitStack
+) -> tuple[dict[str, Tensor], dict[torch.device, Any]]:
+    """Return copies of tensors: on their devices, with the event of each device after which they are there, so that the
+    caller need not wait; on the host if a device has no room, or too many files wait with such copies for `ends`."""
+    if any(one.is_cuda for one in tensors.values()) and _on_devices.acquire(blocking=False):
+        ends.callback(_on_devices.release)
+        with suppress(torch.OutOfMemoryError):
+            copies = {name: one.detach().clone() for name, one in tensors.items()}
+            devices = {one.device for one in copies.values() if one.is_cuda}
+            return copies, {at: torch.cuda.current_stream(at).record_event() for at in devices}
+    return {name: one.detach().to("cpu", copy=True) for name, one in tensors.items()}, {}
+
+
+def _write_copies(path: Path, copies: dict[str, Tensor], made: dict[torch.device, Any]) -> None:
+    for device, event in made.items():
+        # On a stream of its own: passes that were launched since do not wait for the copy to the host.
+        side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_event(event)
+        with torch.cuda.stream(side):
+            copies |= {name: one.cpu() for name, one in copies.items() if one.device == device}
+    _write_file(path, {name: one.contiguous() for name, one in copies.items()})
 
 
 def _write_file(path: Path, host: dict[str, Tensor]) -> None:

@@ -99,9 +99,11 @@ def serve(
         chosen[name] = choices.set_frame_retention(chosen[name], keep_seconds, host_bytes, "process_bytes")
     for one in chosen.values():
         choices.check_recipe_on_model(one, model, device)
+    if device == "cpu" and gpus:
+        raise RecipeError("--gpus: replicas on --device cpu use none; leave it out, or give --device cuda.")
     gpus = float(device != "cpu") if gpus is None else gpus
     if draft_gpus:
-        _check_drafts(chosen, device, gpus)
+        _check_drafts(chosen, gpus)
     make = partial(_engine, model, device, dtype, chosen, settings)
     if ray:
         serve_on_ray(make, settings, replicas, gpus, draft_gpus)
@@ -109,7 +111,7 @@ def serve(
         run_server(make())
 
 
-def _check_drafts(chosen: Mapping[str, Recipe], device: str, gpus: float) -> None:
+def _check_drafts(chosen: Mapping[str, Recipe], gpus: float) -> None:
     """Raise `RecipeError` where no draft would work on a GPU that --draft-gpus reserves."""
     drafts: list[Any] = [one.draft for one in chosen.values() if getattr(one.draft, "process", False)]
     if not drafts:
@@ -120,7 +122,7 @@ def _check_drafts(chosen: Mapping[str, Recipe], device: str, gpus: float) -> Non
         raise RecipeError(
             f"--draft-gpus: a recipe's draft names device {named[0]!r} itself; set that to null, or leave the option out."
         )
-    if device == "cpu" or gpus < 1:
+    if gpus < 1:
         raise RecipeError(
             "--draft-gpus: a draft's GPU is one beside the replica's own; give that a whole one (--device cuda, --gpus 1), "
             "or leave it out."

@@ -65,10 +65,11 @@ def test_without_an_extra_it_says_what_to_install(
         ("OWN", "names device 'cuda:1' itself; set that to null"),
         ("parallelvlm --gpus 0.5", "give that a whole one"),
         ("parallelvlm --device cpu", "give that a whole one"),
+        ("dense --device cpu --gpus 0.5", "--gpus: replicas on --device cpu use none; leave it out"),
         ("dense --recipe parallelvlm", ""),
     ],
 )
-def test_a_gpu_that_no_draft_would_use_is_refused(words, says, call, tmp_path, shipped, monkeypatch) -> None:
+def test_a_gpu_that_nobody_would_use_is_refused(words, says, call, tmp_path, shipped, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "mmaccel.serve.replicas", served := Mock())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     (own := tmp_path / "own.yaml").write_text("draft: {name: parallel, device: 'cuda:1'}")

@@ -7,7 +7,10 @@ import shutil
 import signal
 import sys
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
+from threading import BoundedSemaphore
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from safetensors.torch import load, load_file, save_file
 
 import mmaccel
 from mmaccel.core.errors import MmaccelError, ModelError
+from mmaccel.core.files import checkpoint_io
 from mmaccel.core.streams import session_io
 from mmaccel.models import shards
 from tests.models.streams import FPS, film, logits
@@ -116,6 +120,44 @@ def test_others_may_use_the_model_while_a_save_reads_its_weights(
         sample = weight.flatten()[:: max(1, weight.numel() // 16)][:16].double().tolist()
         each.update(f"{name} {list(weight.shape)} {sample}".encode())
     assert json.loads((tmp_path / "one" / "session.json").read_text())["model"] == each.hexdigest()[:32]
+
+
+class OnDevice(torch.Tensor):
+    """Says that it lies on a CUDA device."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("others", [0, 8])
+def test_what_a_device_copied_goes_to_the_host_when_the_model_is_free(
+    others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stream of its own, behind the copy; at once where other saves have all the room. Room is given back at the end,
+    also of a save that fails."""
+    done, path = list[str](), tmp_path / "one.safetensors"
+    event = SimpleNamespace()
+    now = SimpleNamespace(record_event=lambda: done.append("copied") or event)
+    own = SimpleNamespace(wait_event=lambda one: done.append("waited" if one is event else "another"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
+    monkeypatch.setattr(
+        torch.cuda, "stream", lambda one: nullcontext(done.append("read" if one is own else ""))
+    )
+    monkeypatch.setattr(checkpoint_io, "_on_devices", room := BoundedSemaphore(8))
+    for _ in range(others):
+        room.acquire()
+    kept = torch.arange(6.0).view(2, 3).T.as_subclass(OnDevice)
+    with pytest.raises(ZeroDivisionError), checkpoint_io.defer_writes():
+        checkpoint_io.write_tensors(path, {"one": kept})
+        raise ZeroDivisionError
+    assert not path.exists() and room._value == 8 - others
+    done.clear()
+    with checkpoint_io.defer_writes():
+        checkpoint_io.write_tensors(path, {"one": kept})
+        kept.zero_()
+        assert done == ([] if others else ["copied"])
+    assert done == ([] if others else ["copied", "waited", "read"])
+    assert torch.equal(load_file(path)["one"], torch.arange(6.0).view(2, 3).T) and room._value == 8 - others
 
 
 def test_only_the_owner_may_read_a_saved_session(tmp_path: Path) -> None:

@@ -345,8 +345,8 @@ def mean_attention_weights(
     query: Tensor, key: Tensor, at: Tensor, scale: float, bias: Tensor | None = None
 ) -> Tensor:
     """Causal attention weights, averaged over heads, of queries [H, n, D] at columns `at` [n] to keys [G, N, D]: [n, N]
-    float32. `bias` [b] is added to the scores of the first b keys. The scores of so many rows, and then of so many key/value
-    heads, are in memory at a time that they, and the keys as float32, have `WEIGHTS` elements each; of one at least."""
+    float32. `bias` [b] is added to the scores of the first b keys. A part of the rows and key/value heads is computed at a
+    time: its scores, and its keys as float32, have `WEIGHTS` elements each at most, if one row of one head has no more."""
     (heads, rows, size), (groups, columns, _) = query.shape, key.shape
     most = max(1, WEIGHTS * groups // max(1, heads * columns))
     if rows > most:

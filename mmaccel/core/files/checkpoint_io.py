@@ -29,7 +29,7 @@ WAIT_S = 10.0
 DEFERRED_BYTES = 1 << 30
 """The most bytes of tensors that a save copies, to write them when it no longer holds the model."""
 _on_devices = threading.BoundedSemaphore(8)
-"""Held for each file whose copies lie on devices: of as many at most."""
+"""Each file whose copies lie on devices holds one of these until its save ends."""
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES}
 """What a file system says that cannot write a file or a folder to the disk on demand."""
 
@@ -45,8 +45,8 @@ _deferred: ContextVar[_Deferred | None] = ContextVar("_deferred", default=None)
 @contextmanager
 def defer_writes() -> Iterator[None]:
     """Context in which `write_tensors` copies tensors, up to `DEFERRED_BYTES`, and files are written at the end: a save
-    enters it before it holds the model, which others use while files are written. A device may copy later, in the order of
-    the current stream: what changes the tensors then must be on that stream."""
+    enters it before it holds the model, which others use while files are written. A device copies in the order of its
+    current stream: until the end, nothing may change the tensors on another stream."""
     deferred = _Deferred()
     with deferred.ends:
         mark = _deferred.set(deferred)
@@ -80,9 +80,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     return None
 
 
-def _copy(
-    tensors: Mapping[str, Tensor], ends: ExitStack
-) -> tuple[dict[str, Tensor], dict[torch.device, Any]]:
+def _copy(tensors: Mapping[str, Tensor], ends: ExitStack) -> tuple[dict[str, Tensor], dict[Any, Any]]:
     """Return copies of tensors: on their devices, with the event of each device after which they are there, so that the
     caller need not wait; on the host if a device has no room, or too many files wait with such copies for `ends`."""
     if any(one.is_cuda for one in tensors.values()) and _on_devices.acquire(blocking=False):
@@ -94,7 +92,7 @@ def _copy(
     return {name: one.detach().to("cpu", copy=True) for name, one in tensors.items()}, {}
 
 
-def _write_copies(path: Path, copies: dict[str, Tensor], made: dict[torch.device, Any]) -> None:
+def _write_copies(path: Path, copies: dict[str, Tensor], made: dict[Any, Any]) -> None:
     for device, event in made.items():
         # On a stream of its own: passes that were launched since do not wait for the copy to the host.
         side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

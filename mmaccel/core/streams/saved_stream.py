@@ -59,8 +59,8 @@ SIZES: dict[str, Callable[[Any], bool]] = {
 
 
 def write_stream(folder: Path, live: StreamRunner) -> dict[str, Any]:
-    """Write a stream's times and memory into the existing `folder`; return facts for `read_stream`, to which the caller adds
-    `model`, the checksum of the weights: it waits for the device, and need not hold the model. Raises OSError."""
+    """Write a stream's times and memory into the existing `folder`; return facts for `read_stream`. The caller
+    adds the fact `model`, the checksum of the weights, when the model is free again. Raises OSError."""
     adapter, info = live.adapter, live.info
     (folder / MEMORY).mkdir()
     live.state.save(folder / MEMORY)

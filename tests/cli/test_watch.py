@@ -373,7 +373,7 @@ def test_a_server_has_one_cap_for_all(call: Call, ov: str, monkeypatch: pytest.M
     given: list[Any] = []
     monkeypatch.setattr(app, "run_server", given.append)
     monkeypatch.setattr("mmaccel.serve.engine.Engine", lambda *parts: parts)
-    assert call("serve", "--keep-seconds", 60, "--host-bytes", "1GiB", "--model", ov)[0] == 0
+    assert call("serve", "--port", 0, "--keep-seconds", 60, "--host-bytes", "1GiB", "--model", ov)[0] == 0
     kv = given[0][3]["mosaic"].kv
     store = kv.store
     assert (kv.keep_seconds, store.process_bytes, store.host_bytes) == (60, 1 << 30, None)

@@ -1,12 +1,13 @@
 """Streams at once on one replica and on several: frames and questions a second, and how long a question takes.
 
     python bench/replicas.py                                            # tiny-ov on the CPU: no Ray, one replica, two
-    python bench/replicas.py --device cuda --model FOLDER --streams 40 --seconds 60
+    python bench/replicas.py --device cuda --model FOLDER --replicas 1 2 2 --streams 20 20 40
 
 Each stream sends `--clip` frames and a question after them, again and again, as fast as it is answered. A request counts by
 the share of its time within the measured seconds, which begin when each stream was answered, and a quarter as many passed.
-`replicas` 0 is the server without Ray, which saves nothing; a replica saves each change of a stream. On a CPU the replicas
-share its cores: that two do more than one is seen on devices of their own.
+Two replicas carry twice the streams of one if, with twice as many, each gets as much, as soon. `replicas` 0 is the server
+without Ray, which saves nothing; a replica saves each change of a stream. On a CPU the replicas share its cores: that two do
+more than one is seen on devices of their own.
 """
 
 from __future__ import annotations
@@ -137,19 +138,22 @@ def main() -> None:
     parser.add_argument("--recipe", default="mosaic")
     parser.add_argument("--replicas", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--gpus", type=float, help="of each replica: 0.5 lets two share one")
-    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--streams", type=int, nargs="+", default=[8], help="in all; one for each --replicas")
     parser.add_argument("--clip", type=int, default=4, help="frames in a call")
     parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--out", type=Path, default=Path("runs/replicas.jsonl"))
     args = parser.parse_args()
     log = Log(args.out, args.device)
-    keys = [f"bench-key-{number:04d}" for number in range(args.streams)]
-    for replicas in args.replicas:
+    each = args.streams * len(args.replicas) if len(args.streams) == 1 else args.streams
+    if len(each) != len(args.replicas):
+        parser.error("--streams: give one number, or one for each of --replicas")
+    for replicas, streams in zip(args.replicas, each, strict=True):
+        keys = [f"bench-key-{number:04d}" for number in range(streams)]
         with serving(args, replicas, keys) as url:
             found = measured(url, keys, args.clip, args.seconds, args.tokens)
-        given = {name: getattr(args, name) for name in ("streams", "clip", "model", "recipe", "tokens")}
-        given["gpus"] = args.gpus if replicas else None
+        given = {name: getattr(args, name) for name in ("clip", "model", "recipe", "tokens")}
+        given |= {"streams": streams, "gpus": args.gpus if replicas else None}
         log.row(**(row := {"case": "replicas", "replicas": replicas, **given, **found}))
         print(told(row), flush=True)
 

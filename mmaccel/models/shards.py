@@ -56,10 +56,13 @@ def weights_checksum(model: nn.Module) -> str:
     marks, states = hashlib.sha256(), sorted(model.state_dict().items())
     by_kind, where = dict[Any, list[Tensor]](), list[tuple[Any, int]]()
     for name, tensor in states:
-        flat = _weight(model, name, tensor).detach().flatten()
+        flat = _weight(model, name, tensor).flatten()
         kept = by_kind.setdefault((flat.device, flat.dtype), [])
         where.append(((flat.device, flat.dtype), len(kept)))
-        kept.append(flat[:: max(1, flat.numel() // 16)][:16].clone())  # a view would keep the weight
+        sample = flat[:: max(1, flat.numel() // 16)][:16]
+        kept.append(
+            sample.clone() if tensor.is_meta else sample
+        )  # a view would keep what is read from elsewhere
     # One copy to the host for all of a type: each waits for the device.
     host = {kind: torch.cat(x).cpu().double().split([*map(len, x)]) for kind, x in by_kind.items()}
     for (name, tensor), (kind, number) in zip(states, where, strict=True):

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mmaccel.core.decoding.worker import DRAFT_GPU
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.streams.live import run_in_thread
+from mmaccel.core.streams.live import run_in_thread, tune_python_for_streams
 from mmaccel.serve.app import create_app
 from mmaccel.serve.messages import SessionRequest
 from mmaccel.serve.settings import Refused, Settings
@@ -296,7 +296,10 @@ def serve_on_ray(
         replica = serve.get_replica_context().replica_id.unique_id
         if draft_gpus:
             os.environ[DRAFT_GPU] = _draft_gpu(draft_gpus)
-        return create_app(make(), partial(ReplicatedStreams, replica=replica))
+        made = create_app(make(), partial(ReplicatedStreams, replica=replica))
+        made.state.tuned = tuned = ExitStack()  # as long as the process, which is the replica's
+        tuned.enter_context(tune_python_for_streams())
+        return made
 
     before = signal.getsignal(signal.SIGTERM)
     scale: dict[str, Any] = {"num_replicas": least}

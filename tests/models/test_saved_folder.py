@@ -128,16 +128,19 @@ class OnDevice(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("others", [0, 8])
+@pytest.mark.parametrize(("others", "pinned"), [(0, 0), (0, 16), (8, 16)])
 def test_what_a_device_copied_goes_to_the_host_when_the_model_is_free(
-    others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    others: int, pinned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a stream of its own, behind the copy; at once where other saves have all the room. Room is given back at the end,
-    also of a save that fails."""
+    """On a stream of its own, behind the copy, in parts of pinned memory where there is some; at once where other saves have
+    all the room. Room is given back at the end, also of a save that fails."""
     done, path = list[str](), tmp_path / "one.safetensors"
     event = SimpleNamespace()
     now = SimpleNamespace(record_event=lambda: done.append("copied") or event)
     own = SimpleNamespace(wait_event=lambda one: done.append("waited" if one is event else "another"))
+    own.synchronize = lambda: done.append("part")
+    room_of_parts = torch.empty(pinned, dtype=torch.uint8) if pinned else None
+    monkeypatch.setattr(checkpoint_io, "_staging_room", lambda: room_of_parts)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
     monkeypatch.setattr(
@@ -156,7 +159,9 @@ def test_what_a_device_copied_goes_to_the_host_when_the_model_is_free(
         checkpoint_io.write_tensors(path, {"one": kept})
         kept.zero_()
         assert done == ([] if others else ["copied"])
-    assert done == ([] if others else ["copied", "waited", "read"])
+    assert done == (
+        [] if others else ["copied", "waited", "read", *["part"] * (-(-24 // pinned) if pinned else 0)]
+    )
     assert torch.equal(load_file(path)["one"], torch.arange(6.0).view(2, 3).T) and room._value == 8 - others
 
 

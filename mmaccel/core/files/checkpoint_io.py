@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ DEFERRED_BYTES = 1 << 30
 """The most bytes of tensors that a save copies, to write them when it no longer holds the model."""
 _on_devices = threading.BoundedSemaphore(8)
 """Each file whose copies lie on devices holds one of these until its save ends."""
+STAGED_BYTES = 1 << 24
+"""Of pinned memory, by which copies go to the host: launches of other threads may wait for one to pageable memory."""
+_staging = threading.Lock()
 NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES}
 """What a file system says that cannot write a file or a folder to the disk on demand."""
 
@@ -98,8 +101,30 @@ def _write_copies(path: Path, copies: dict[str, Tensor], made: dict[Any, Any]) -
         side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_event(event)
         with torch.cuda.stream(side):
-            copies |= {name: one.cpu() for name, one in copies.items() if one.device == device}
+            copies |= {name: _to_host(one, side) for name, one in copies.items() if one.device == device}
     _write_file(path, {name: one.contiguous() for name, one in copies.items()})
+
+
+def _to_host(tensor: Tensor, side: Any) -> Tensor:
+    """Return a copy on the host of a tensor on a device whose current stream is `side`."""
+    with _staging:
+        if (room := _staging_room()) is None:
+            return tensor.cpu()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        parts = (torch.split(one.flatten().view(torch.uint8), len(room)) for one in (tensor, host))
+        for there, here in zip(*parts, strict=True):
+            room[: len(there)].copy_(there, non_blocking=True)
+            side.synchronize()
+            here.copy_(room[: len(there)])
+    return host
+
+
+@cache
+def _staging_room() -> Tensor | None:
+    """`STAGED_BYTES` of pinned memory for the process; None if the host can pin no more."""
+    with suppress(RuntimeError):
+        return torch.empty(STAGED_BYTES, dtype=torch.uint8, pin_memory=True)
+    return None
 
 
 def _write_file(path: Path, host: dict[str, Tensor]) -> None:

@@ -67,8 +67,8 @@ def save_session(path: Path, recipe: Recipe, live: StreamRunner) -> None:
     assert isinstance(adapter, StreamAdapter)  # a prompt's stream ends with its call
 
     def write(part: Path) -> dict[str, Any]:
-        with live.adapter.turns.hold():
-            if (draft := live.draft_stream.stream) is not None:
+        if (draft := live.draft_stream.stream) is not None:
+            with live.adapter.turns.hold():
                 (part / DRAFT).mkdir()
                 try:
                     draft.save(part / DRAFT)

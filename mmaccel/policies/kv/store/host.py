@@ -304,7 +304,6 @@ class HostStore:
 
     def save(self, folder: Path) -> None:
         """Write all units (frames) to `folder`, at the end of `defer_writes`; raises `StoreError` if that fails."""
-        self.wait_for_copies()
         self._saving.acquire()
         write_or_defer(partial(saved.write_store, self, folder), self._saving.release)
 

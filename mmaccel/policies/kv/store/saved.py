@@ -43,7 +43,8 @@ class SavedUnitsFile:
 
 
 def write_store(store: Any, folder: Path) -> None:
-    """Write all units (frames) of `store`, whose transfers have ended; raises `StoreError` if that fails."""
+    """Write all units (frames) of `store` once its transfers have ended; raises `StoreError` if that fails."""
+    store.wait_for_copies()
     most, written = max(1, FILE_BYTES // store.shape.nbytes), dict[tuple[int, int], list[SavedUnitsFile]]()
     told, paths = list[dict[str, Any]](), (folder / f"store-{n:05d}.safetensors" for n in itertools.count())
     try:

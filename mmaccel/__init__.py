@@ -67,7 +67,7 @@ def list_models() -> tuple[str, ...]:
 
 
 def __getattr__(name: str) -> ModuleType:
-    # Rooms that need PyAV or more are opened when they are first asked for.
+    # Submodules that need PyAV are imported on first use.
     if name in _ROOMS:
         return import_module(f"mmaccel.{name}")
     raise AttributeError(f"module 'mmaccel' has no attribute {name!r}")

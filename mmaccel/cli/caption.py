@@ -99,9 +99,10 @@ def _figure_lines(
     first = f"first   {format_number(told['ttft_s'], '.2f', ' s')}"
     if compare:
         plain = format_number(told["plain_per_s"], ".1f", " tokens/s")
-        speed += f", {format_number(told['speedup'], '.2f')} x plain decoding ({plain})"
+        speed += f", plain {plain}; {format_number(told['speedup'], '.2f')} x as fast"
         first += f", plain {format_number(told['plain_ttft_s'], '.2f', ' s')}"
     if wait := told["draft_wait_s"]:
+        speed += f" when the draft's {wait:.2f} s of prefill count" if compare else ""
         first += f"; then {wait:.2f} s in which the draft read the prompt"
     floor = f"{facts['floor_tokens_per_s']:.0f} tokens/s"
     found = [
@@ -109,8 +110,8 @@ def _figure_lines(
         f"{plural(told['tokens'], 'token')} said in {plural(told['steps'], 'target step')}",
         f"{speed}; a plain step that only read weights and cache would give {floor}",
         first,
-        f"accepted {told['kept']:.2f} tokens a round, {told['a_step']:.2f} a target step, {told['streak']:.1f} in a row, "
-        f"{told['share']:.0%} of what was judged",
+        f"accepted {told['kept']:.2f} tokens a round, {told['a_step']:.2f} a target step, {told['streak']:.1f} consecutive, "
+        f"{told['share']:.0%} of the verified draft tokens",
     ]
     counters = told["counters"]
     if {"window", "target_step_s", "draft_step_s"} <= counters.keys():

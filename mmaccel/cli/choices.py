@@ -115,7 +115,7 @@ def load_recipes(texts: Sequence[str], draft: str | None = None) -> dict[str, Re
 
 
 KeepSeconds = Annotated[
-    float | None, Option(help="Let go of frames that are older than so many seconds.", show_default=False)
+    float | None, Option(help="Drop frames that are older than so many seconds.", show_default=False)
 ]
 
 

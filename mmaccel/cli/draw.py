@@ -54,10 +54,10 @@ def draw_pictures(
     layer: Annotated[list[int] | None, Option(min=0, help="Layers to draw.")] = None,
     head: Annotated[list[int] | None, Option(min=0, help="Heads to draw, of each layer.")] = None,
     question: Annotated[
-        list[str] | None, Option(help="To the session: the frames it retrieves are drawn.")
+        list[str] | None, Option(help="A question to the saved session; draws the frames it retrieves.")
     ] = None,
     truth: Annotated[
-        Path | None, Option(help="Of the session's video, as `mmaccel-lab world --truth` wrote it.")
+        Path | None, Option(help="The truth of the session's video, as `mmaccel-lab world --truth` wrote it.")
     ] = None,
     form: Annotated[str, Option("--format", help="png, svg or pdf, for heads and sessions.")] = "png",
     resolution: Annotated[int, Option(min=16, help="Cells along a side.")] = 256,

@@ -184,8 +184,8 @@ def stream_status_lines(report: Report, ingested: tuple[int, int] = (0, 0)) -> l
     drafted), and what its memory holds. `ingested`: the first frame of the last ingestion, and the first after it."""
     parts, draft, seen = [], report.draft, report.kv.get("ingest_seen")
     if seen is not None:
-        cut = ", for questions with a time and saves end an ingestion" if ingested[0] and seen < 1 else ""
-        parts.append(f"each frame saw {seen:.0%} of those before it{cut}")
+        cut = " (a timed question or a save ended an ingestion)" if ingested[0] and seen < 1 else ""
+        parts.append(f"each frame attended to {seen:.0%} of earlier frames on average{cut}")
     if report.kept is not None:
         first, end = ingested
         where = f" in the last ingestion (frames {first}-{end - 1})" if first else ""

@@ -27,15 +27,13 @@ def recommend(
     model: Annotated[
         str, Option(help="A folder, a shipped or hub name, or a shape; no weights are read.")
     ] = "qwen2.5-vl-7b",
-    draft: Annotated[str | None, Option(help="A draft model, named alike; presets with one need it.")] = None,
+    draft: Annotated[str | None, Option(help="A draft model; presets with a draft need it.")] = None,
     device: Annotated[
         str, Option(help="cpu, cuda or cuda:N, measured once, in a minute; or h100, h200.")
     ] = "auto",
     live: Annotated[bool, Option("--live/--stored", help="Frames of a camera, or of a file.")] = False,
     answer_tokens: Annotated[int, Option(help="Tokens of an answer.", min=1)] = 64,
-    lossless: Annotated[
-        bool, Option("--lossless", help="Presets that say what the plain model says.")
-    ] = False,
+    lossless: Annotated[bool, Option("--lossless", help="Only lossless presets.")] = False,
     as_json: Json = False,
 ) -> None:
     """Which preset to take for a video and its questions: predicted seconds and memory of each, and whether it fits."""

@@ -47,9 +47,11 @@ def search(
     ] = "",
     block: Annotated[int, Option(help="Tokens of a block.")] = 64,
     backend: Annotated[str, Option(help="The backend whose costs count.")] = "auto",
-    cost: Annotated[str, Option(help="What is levelled: seconds (measured) or pairs (counted).")] = "seconds",
+    cost: Annotated[
+        str, Option(help="Equal for all candidates: measured seconds or counted pairs.")
+    ] = "seconds",
     repeats: Annotated[int, Option(min=1, help="Timed runs of each measurement.")] = 3,
-    extended: Annotated[bool, Option("--extended", help="Consider rows of ours beside the paper's.")] = False,
+    extended: Annotated[bool, Option("--extended", help="Also try candidates that the paper lacks.")] = False,
     fps: Fps = None,
     device: Device = "auto",
     dtype: Dtype = "auto",

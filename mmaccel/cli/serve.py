@@ -40,7 +40,7 @@ def serve(
     keys: Annotated[
         Path | None, Option(help=f"A file with a key on each line; else {KEY} in the environment.")
     ] = None,
-    files: Annotated[Path | None, Option(help="The folder below which file: addresses may lie.")] = None,
+    files: Annotated[Path | None, Option(help="The folder of file: addresses.")] = None,
     saves: Annotated[Path | None, Option(help="The folder into which streams are saved.")] = None,
     private: Annotated[
         bool, Option("--private", help="Read http addresses of private networks and of this machine too.")
@@ -50,20 +50,20 @@ def serve(
     ] = None,
     keep_seconds: KeepSeconds = None,
     host_bytes: Annotated[
-        str | None, Option(help="Host memory of all streams together, as 24GB; the oldest frames make room.")
+        str | None, Option(help="Host memory of all streams together, as 24GB; the oldest frames go.")
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     ray: Annotated[
-        bool, Option("--ray", help="On Ray Serve: streams move to another replica where one goes.")
+        bool, Option("--ray", help="Run on Ray Serve: when a replica stops, its streams move to another.")
     ] = False,
-    replicas: Annotated[str, Option(help="With --ray, how many, or between two numbers by load: 1-8.")] = "1",
+    replicas: Annotated[str, Option(help="With --ray: how many, or a range by load, such as 1-8.")] = "1",
     gpus: Annotated[
-        float | None, Option(min=0, help="With --ray, GPUs of each (1 where --device is not cpu).")
+        float | None, Option(min=0, help="With --ray: GPUs per replica (1, or 0 on a CPU).")
     ] = None,
     draft_gpus: Annotated[
         float,
-        Option(min=0, max=1, help="With --ray, a GPU more of each for its draft's process, or a share: 0.5."),
+        Option(min=0, max=1, help="With --ray: extra GPUs per replica for its draft process, 0 to 1."),
     ] = 0,
 ) -> None:
     """Serve a model over HTTP: POST /v1/chat/completions, /v1/streaming/sessions, /metrics, and a web page at /."""

@@ -52,7 +52,7 @@ OF_REPORT = ("backend", "backend_why", "peak_bytes", "patterns", "kept_by_head")
 
 def watch(
     video: Annotated[
-        str | None, Argument(help="A video file, URL or camera; none asks what --load holds.")
+        str | None, Argument(help="A video file, URL or camera; none with --load asks the saved session.")
     ] = None,
     model: Model = "tiny-ov",
     recipe: Annotated[
@@ -65,7 +65,7 @@ def watch(
         list[str] | None,
         Option(help="QUESTION@SECONDS, or QUESTION for the end; - reads standard input; several."),
     ] = None,
-    load: Annotated[Path | None, Option(help="Go on from a saved session.")] = None,
+    load: Annotated[Path | None, Option(help="Continue a saved session.")] = None,
     save: Annotated[Path | None, Option(help="Save the session to this folder.")] = None,
     clip: Annotated[
         int | None, Option(min=1, help=f"Frames read at a time ({LIVE}; of a stored video {STORED}).")
@@ -74,21 +74,21 @@ def watch(
         bool, Option("--live", help="Watch a file as a camera's: frames see only the newest before them.")
     ] = False,
     follow: Annotated[bool, Option("--follow", help="The file is still being written.")] = False,
-    format: Annotated[str | None, Option(help="Of a device, such as v4l2.")] = None,
+    format: Annotated[str | None, Option(help="Input format of a capture device, such as v4l2.")] = None,
     timeout: Annotated[float, Option(help="Seconds of silence that stall a live source.")] = 10.0,
     reconnect: Annotated[bool, Option("--reconnect", help="Reopen a source that stalls or ends.")] = False,
     keep_seconds: KeepSeconds = None,
-    host_bytes: Annotated[str | None, Option(help="Most host memory, as 24GB; old frames go.")] = None,
+    host_bytes: Annotated[str | None, Option(help="Most host memory, as 24GB; the oldest frames go.")] = None,
     subtitles: Annotated[Path | None, Option(help="Text with times: an SRT or WebVTT file.")] = None,
     gaps: Annotated[
-        str, Option(help="Where no new frame came: hold takes the last again, skip none, mark lists it too.")
+        str, Option(help="Without a new frame: hold repeats the last, skip takes none, mark lists it too.")
     ] = "hold",
     every: Annotated[
         float, Option("--save-every", min=0, help="Seconds between two saves; 0 saves at the end.")
     ] = EVERY_S,
     max_new_tokens: Longest = MAX_NEW_TOKENS,
     evidence: Annotated[
-        int, Option(min=0, help="Moments shown that an answer is based on, best first; 0 computes none.")
+        int, Option(min=0, help="Moments to show that an answer is based on, best first; 0: none.")
     ] = 5,
     device: Device = "auto",
     dtype: Dtype = "auto",

@@ -209,7 +209,7 @@ def test_an_ingestion_that_was_cut_is_told_as_the_last() -> None:
     assert stream_status_lines(run, (0, 60)) == ["pairs computed: 25.0% of causal (grid x 1)"]
     told = "pairs computed in the last ingestion (frames 31-59): 25.0% of causal (grid x 1)"
     assert stream_status_lines(run, (31, 60)) == [told]
-    cut = "each frame saw 44% of those before it, for questions with a time and saves end an ingestion"
+    cut = "each frame attended to 44% of earlier frames on average (a timed question or a save ended an ingestion)"
     assert stream_status_lines(replace(run, kv={"ingest_seen": 0.44}), (31, 60))[0] == f"{cut}; {told}"
     assert "decode: 8 tokens, 2.0 tokens/s" in str(run)
     assert "decode: 7 tokens\n" in str(replace(run, new_tokens=7))

@@ -296,8 +296,8 @@ class DraftLengthTuner:
 
     A length's rate is the tokens its rounds are expected to commit, by the acceptance rate so far, over their median
     seconds. Lengths are tried in ascending order from 0 while the rate rises; so where verification costs more than it
-    gains, as with many sequences, nothing is drafted. Then lengths are tried anew after `AGAIN` rounds, and while drafting
-    does not pay after twice as many each time, at most `RARELY`: a draft that does not pay costs little.
+    gains, as with many sequences, nothing is drafted. All lengths are tried again after `AGAIN` rounds. While
+    drafting does not pay, this interval doubles, up to `RARELY`.
     """
 
     def __init__(self) -> None:

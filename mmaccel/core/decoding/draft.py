@@ -241,7 +241,8 @@ class DraftStrategy(Policy, ABC, kind="draft"):
         """Raise `DraftError` if the draft cannot serve `target`; called at attach, also for a `config_only` target."""
 
     @abstractmethod
-    def open(self, target: ModelView) -> DraftState: ...
+    def open(self, target: ModelView) -> DraftState:
+        """Return the `DraftState` of one sequence for `target`; raises `DraftError` if it cannot serve it."""
 
     def open_stream(self, target: ModelView, session: DraftStreamSettings) -> DraftStream:
         """Open the stream in which the draft model watches the video of `session`; called once if it needs "video"."""

@@ -147,7 +147,8 @@ class KVPolicy(Policy, ABC, kind="kv"):
         return Footprint()
 
     @abstractmethod
-    def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState: ...
+    def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
+        """Return the empty `KVState` of one batch of sequences; raises `RecipeError` if the fields do not fit the model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,7 +159,7 @@ class Stream:
     model takes as one step of time: a frame, or a temporal patch of `frames_per_unit` frames.
 
     tokens_per_unit  P
-    words   numbers of tokens at the begin and at the end of each unit that are text, such as a time stamp
+    words   (before, after): text tokens of each unit before and after its visual tokens, such as a timestamp
     head    tokens before the video
     frames_per_unit  frames of a unit
     positions  rotary positions of head, units and text
@@ -189,9 +190,9 @@ class StreamPass:
     times    seconds from the start of the stream at which each unit was shown ("units")
     look     [count, E] float32, mean visual feature (projector output) of each unit
     pending  the first rows of a question that are tokens of units not yet in the memory, after all others. A multiple of P
-    words    rows ``words[0] .. words[1]`` of a question are the user's own words; memories are searched by their queries
+    words    [begin, end) rows of the question that the user wrote; their queries search the memory
     room     tokens that an answer may add after a question
-    weigh    whether `evidence` will be called after a question, so that what it needs has to be kept
+    weigh    True if `evidence` will be called after a question
     layout   [1, rows - pending] of a question's rows behind units, if a pattern may plan them (views have one then), or None
     branches  the tree of an answer's rows, placed by depth; None: a chain. Only if the memory's policy `allows_branches`
     pause    to be called between two layers of `end_pass` of "units": lets answers on snapshots decode meanwhile
@@ -358,6 +359,7 @@ class StreamState(KVState):
         """Return the features [w, P, E] of frames that `merge_units` holds back, merged as of now; a question sees them."""
 
     def accept(self, keep: int | Tensor) -> None:
+        """Of the last answer rows keep the first `keep`, or those at the given indices."""
         raise ModelError("kv: this memory cannot verify token trees; use a draft that proposes chains.")
 
     def select_sequences(self, rows: Tensor) -> None:
@@ -370,8 +372,7 @@ class StreamState(KVState):
 @dataclass(frozen=True, kw_only=True)
 class StreamPolicy(KVPolicy):
     """A KV memory for an endless video stream; `open_stream` opens it. Budgets are fields in frames.
-    needs    "hidden": the hidden states entering each layer (`receive_hidden`); "look": the units' mean visual features;
-             "proxy": passes of kind "proxy" after each chunk
+    needs    "hidden": `receive_hidden` is called; "look": `StreamPass.look` is set; "proxy": passes of kind "proxy" come
     clip     units in one forward pass; None leaves it to the session
     query_time_fields  fields that matter only to a question: what is kept of a stream is the same for all their values
     ingests  accepts stored videos by `VideoSession.ingest` (`StreamState.begin_ingest`), under a sparse pattern too

@@ -47,9 +47,7 @@ def search(
     ] = "",
     block: Annotated[int, Option(help="Tokens of a block.")] = 64,
     backend: Annotated[str, Option(help="The backend whose costs count.")] = "auto",
-    cost: Annotated[
-        str, Option(help="Equal for all candidates: measured seconds or counted pairs.")
-    ] = "seconds",
+    cost: Annotated[str, Option(help="What is equal for all candidates: seconds or pairs.")] = "seconds",
     repeats: Annotated[int, Option(min=1, help="Timed runs of each measurement.")] = 3,
     extended: Annotated[bool, Option("--extended", help="Also try candidates that the paper lacks.")] = False,
     fps: Fps = None,

@@ -81,7 +81,7 @@ def ask(
     frames: Frames = None,
     max_frames: Annotated[
         int | None,
-        Option(help=f"At most so many frames (as the model's own users do; {MAX_FRAMES} with --fps)."),
+        Option(help=f"At most so many frames (as is usual for the model; {MAX_FRAMES} with --fps)."),
     ] = None,
     max_new_tokens: Longest = MAX_NEW_TOKENS,
     timeout: Timeout = None,

@@ -104,11 +104,10 @@ def _figure_lines(
     if wait := told["draft_wait_s"]:
         speed += f" when the draft's {wait:.2f} s of prefill count" if compare else ""
         first += f"; then {wait:.2f} s in which the draft read the prompt"
-    floor = f"{facts['floor_tokens_per_s']:.0f} tokens/s"
     found = [
         f"{facts['model']}, {plural(facts['frames'], 'frame')}, {plural(facts['prompt_tokens'], 'token')}; "
         f"{plural(told['tokens'], 'token')} said in {plural(told['steps'], 'target step')}",
-        f"{speed}; a plain step that only read weights and cache would give {floor}",
+        f"{speed}; a plain step that only read weights and cache would give {facts['floor_tokens_per_s']:.0f} tokens/s",
         first,
         f"accepted {told['kept']:.2f} tokens a round, {told['a_step']:.2f} a target step, {told['streak']:.1f} consecutive, "
         f"{told['share']:.0%} of the verified draft tokens",

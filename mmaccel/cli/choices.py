@@ -62,7 +62,7 @@ Device = Annotated[str, Option(callback=choose_device, help=DEVICES)]
 Dtype = Annotated[str, Option(callback=check_dtype_name, help=TYPES)]
 Draft = Annotated[str | None, Option(help="Folder or name of the draft model.")]
 Json = Annotated[bool, Option("--json", help="One JSON object on standard output, nothing else.")]
-Fps = Annotated[float | None, Option(help="Frames a second to look at.")]
+Fps = Annotated[float | None, Option(help="Frames to read per second.")]
 
 
 def _parse_frames(text: str) -> int | str:

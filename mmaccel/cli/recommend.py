@@ -21,7 +21,7 @@ def recommend(
     questions: Annotated[int, Option(help="Questions about it.", min=1)] = 1,
     memory: Annotated[str | None, Option(help="Memory of the device, as 24GB (all of it).")] = None,
     host_memory: Annotated[str | None, Option(help="Memory of the host, as 64GB (this one's).")] = None,
-    fps: Annotated[float, Option(help="Frames a second to look at.", min=0.001)] = 0.5,
+    fps: Annotated[float, Option(help="Frames to read per second.", min=0.001)] = 0.5,
     frames: Annotated[int | None, Option(help="So many frames, in place of minutes and fps.", min=1)] = None,
     frame_size: Annotated[str, Option(help="Height x width of frames, as 252x448.")] = "252x448",
     model: Annotated[

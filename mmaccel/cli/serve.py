@@ -50,7 +50,7 @@ def serve(
     ] = None,
     keep_seconds: KeepSeconds = None,
     host_bytes: Annotated[
-        str | None, Option(help="Host memory of all streams together, as 24GB; the oldest frames go.")
+        str | None, Option(help="Host memory of all streams, as 24GB; the oldest frames are dropped.")
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",

@@ -59,7 +59,7 @@ def watch(
         str | None, Option(help=f"A recipe, a memory's name or a YAML file ({RECIPE}).")
     ] = None,
     fps: Annotated[
-        float | None, Option(help=f"Frames a second ({FPS}; with --load as it was saved).")
+        float | None, Option(help=f"Frames to read per second ({FPS}; with --load as it was saved).")
     ] = None,
     question: Annotated[
         list[str] | None,
@@ -78,7 +78,9 @@ def watch(
     timeout: Annotated[float, Option(help="Seconds of silence that stall a live source.")] = 10.0,
     reconnect: Annotated[bool, Option("--reconnect", help="Reopen a source that stalls or ends.")] = False,
     keep_seconds: KeepSeconds = None,
-    host_bytes: Annotated[str | None, Option(help="Most host memory, as 24GB; the oldest frames go.")] = None,
+    host_bytes: Annotated[
+        str | None, Option(help="Host memory, as 24GB; the oldest frames are dropped.")
+    ] = None,
     subtitles: Annotated[Path | None, Option(help="Text with times: an SRT or WebVTT file.")] = None,
     gaps: Annotated[
         str, Option(help="Without a new frame: hold repeats the last, skip takes none, mark lists it too.")

@@ -126,7 +126,7 @@ def decode_greedily(rule: Rule, ids: Sequence[int], stop: Callable[[Tensor], boo
 
 VOCAB, TOKENS = 6, 25
 RULE = bigram_rule(torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)))
-"""Its greedy text goes round in a circle, so that looking back finds what comes."""
+"""A rule whose greedy text repeats, so that a draft that looks back finds the next tokens."""
 
 
 def check_draft(strategy: DraftStrategy) -> None:

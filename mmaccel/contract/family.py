@@ -100,7 +100,7 @@ def _checked(check: Callable[[Any], Iterator[Row]], tried: Any) -> Iterator[Row]
 
 
 class _Tried:
-    """A tiny model, its plain answer, and what recipes make of it."""
+    """A tiny model, its plain answer, and its answers under recipes."""
 
     def __init__(self, family: Any, sampler: Any, device: str) -> None:
         self.family = family
@@ -155,7 +155,7 @@ def _dense(tried: _Tried) -> Iterator[Row]:
 
 
 def _layout(tried: _Tried) -> Iterator[Row]:
-    """Pixels of a unit change the embeddings of its columns alone; a film that the tower encodes in parts is the same."""
+    """Check that pixels of a unit change only its columns' embeddings, and that a video encoded in parts gives the same."""
     units = 5
     inputs = tried.prompt([("text", 4), ("video", units), ("text", 5)])
     layout = tried.family.layout(tried.model, inputs)
@@ -316,7 +316,7 @@ def _pruners(tried: _Tried) -> Iterator[Row]:
 
 
 def _seen(tried: _Tried) -> Iterator[Row]:
-    """Queries and keys as the family gives them, with RoPE, attend as the model's do: pruners and memories read them."""
+    """Check that the family's queries and keys, with RoPE, attend as the model's do: pruners and memories read them."""
     narrow, modules = tried.family.sliding_layers(tried.model), tried.family.attentions(tried.model)
     whole = (n for n, one in enumerate(modules) if one.layer_idx not in narrow and hasattr(one, "k_proj"))
     number = max(whole)
@@ -350,7 +350,7 @@ def _seen(tried: _Tried) -> Iterator[Row]:
 
 
 def _sessions(tried: _Tried) -> Iterator[Row]:
-    """A stream that sees all of its frames is the plain model's prompt of what the stream wrote."""
+    """Check that a stream that sees all of its frames equals the plain model's prompt with the same tokens."""
     if why := tried.family.unable.get("streams"):
         yield "session", f"not supported: its models {why}", True
         return

@@ -138,7 +138,7 @@ def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
 
 
 def _seen(plan: AttentionPlan, queries: TokenLayout, keys: TokenLayout) -> tuple[bool, str]:
-    """Whether a plan computes all pairs of causal attention; and, in words, a row that sees no key ("": there is none)."""
+    """Return whether a plan computes all pairs of causal attention, and a sentence on a row that sees no key ("": none)."""
     heads = [head for head in range(plan.heads) if plan.dense is None or head not in plan.dense.heads]
     seen = plan.to_mask()[:, heads]
     causal = (keys.position[:, None] <= queries.position[:, :, None]) & keys.valid[:, None]
@@ -180,7 +180,7 @@ def check_plan(
 
 
 def _rows(plan: AttentionPlan, who: str, queries: TokenLayout) -> None:
-    """Rows stand in one part, unless parts are declared to overlap; padding stands in none."""
+    """Check that each row is in one part, unless parts are declared to overlap, and that padding is in none."""
     served = torch.zeros(plan.batch, plan.heads, plan.n_query + 1, dtype=torch.long)
     for part in plan.parts:
         own = served[:, part.for_heads(plan.heads)]
@@ -202,7 +202,7 @@ def _rows(plan: AttentionPlan, who: str, queries: TokenLayout) -> None:
 
 
 def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
-    """Lists hold each block once, and a kind promises no more than is true of its block."""
+    """Check that lists hold each block once, and that the kind of each block is true."""
     h = len(range(plan.heads)[part.for_heads(plan.heads)])
     bq, bk, n = plan.block_q, plan.block_k, span.k_row.shape[-1] // plan.block_k
     keys = plan.n_key if span.key is None else span.key.shape[2]
@@ -244,7 +244,7 @@ def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
 
 
 def _pairs(plan: AttentionPlan, who: str, queries: TokenLayout, keys: TokenLayout) -> None:
-    """No pair of the future or of padding, and none twice."""
+    """Check that no pair is of a later key or of padding, and that none is computed twice."""
     count = plan.spans_per_pair()
     # Keys of a span's own have no place in the sequence.
     own = (0, count.shape[-1] - plan.n_key)

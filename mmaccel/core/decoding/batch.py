@@ -157,7 +157,7 @@ class Batch:
                 self._changed.notify_all()
 
     def _offers(self, works: dict[Speculation, Any]) -> dict[Speculation, Offer | None]:
-        """What each sequence offers, whose drafts take their steps together."""
+        """Return what each sequence offers in this round; the drafts' models run their steps together."""
         offers = dict[Speculation, Offer | None]()
         given = dict[Speculation, Tensor | Exception | None].fromkeys(works)
         while given:
@@ -183,7 +183,7 @@ class Batch:
     def _steps(
         self, wanted: Sequence[Wanted], told: Callable[[int], object] = lambda count: None
     ) -> Iterator[tuple[Speculation, Tensor | Exception]]:
-        """Each sequence with the logits [1, n, V] of its rows, or what failed in it."""
+        """Yield each sequence with the logits [1, n, V] of its rows, or with the error of its step."""
         shared: dict[Any, list[Wanted]] = {}
         for each in wanted:
             shared.setdefault(each[3] or each[1], []).append(each)
@@ -220,7 +220,7 @@ class Batch:
 
     @contextmanager
     def _careful(self, one: Speculation) -> Iterator[None]:
-        """What fails ends this sequence."""
+        """Context in which an error ends this sequence alone."""
         try:
             yield
         except Exception as error:
@@ -230,7 +230,7 @@ class Batch:
 
 
 def _said(step: DraftStep, logits: dict[Speculation, Tensor]) -> dict[Speculation, Tensor | Exception | None]:
-    """What the drafts of `logits` get of them, by steps of one kind; an error is of the draft that has it alone."""
+    """Return what each draft gets from its logits (`DraftStep.reduce_logits`); an error reaches its own draft alone."""
     try:
         return dict(zip(logits, step.reduce_logits(torch.cat(list(logits.values()))), strict=True))
     except Exception as error:

@@ -69,8 +69,8 @@ def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
 
 
 def is_too_long(used: int, room: int) -> bool:
-    """Whether a buffer with room for `room` entries, of which `used` are left, is worth making anew: captured CUDA graphs
-    that read it are lost then."""
+    """Return whether to replace a buffer of `room` entries, of which `used` are in use, by a smaller one. CUDA graphs that
+    read it are lost then."""
     return room > max(KEPT, 4 * used)
 
 

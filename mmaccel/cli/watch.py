@@ -78,9 +78,7 @@ def watch(
     timeout: Annotated[float, Option(help="Seconds of silence that stall a live source.")] = 10.0,
     reconnect: Annotated[bool, Option("--reconnect", help="Reopen a source that stalls or ends.")] = False,
     keep_seconds: KeepSeconds = None,
-    host_bytes: Annotated[
-        str | None, Option(help="Host memory, as 24GB; the oldest frames are dropped.")
-    ] = None,
+    host_bytes: Annotated[str | None, Option(help="Host memory, as 24GB; oldest frames are dropped.")] = None,
     subtitles: Annotated[Path | None, Option(help="Text with times: an SRT or WebVTT file.")] = None,
     gaps: Annotated[
         str, Option(help="Without a new frame: hold repeats the last, skip takes none, mark lists it too.")

@@ -7,7 +7,7 @@ import logging
 import time
 import urllib.parse
 from collections.abc import Awaitable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,11 @@ CHECK_S = 0.5
 Done = TypeVar("Done")
 OPEN = ("/", "/health", "/page/")
 """Paths that need no key; one that ends in a slash is open with all below it."""
+PLAIN = dict.fromkeys(
+    ("model_type", "model_attributes_type", "dict_type"), "it is not a JSON object; give one"
+)
+PLAIN["tuple_type"] = "it is not a list; give one of two numbers, as [60, 90]"
+"""What is said of schema errors whose own words are Python's."""
 SECURITY = {
     b"x-content-type-options": b"nosniff",
     b"referrer-policy": b"no-referrer",
@@ -79,6 +84,13 @@ class ConnectedClient:
             task.cancel()
 
 
+def unknown_key(key: str | None) -> Refused:
+    """Return the error for a request without a key, or with one that the server does not know."""
+    if key:
+        return Refused(401, "the server does not know this key; send one of its own.", "wrong_key")
+    return Refused(401, "this server needs a key; send it as Authorization: Bearer KEY.", "no_key")
+
+
 def get_caller_identity(request: Request) -> str:
     """FastAPI dependency: the identity of the caller, which `RequestCheckMiddleware` derived from the API key."""
     return str(request.state.caller)
@@ -97,12 +109,12 @@ class RequestCheckMiddleware:
         headers = Headers(scope=scope)
         try:
             self._check_page(headers)
-            asks = self._settings.identify_caller(_bearer_key(headers))
+            asks = self._settings.identify_caller(key := _bearer_key(headers))
             path = scope["path"]
             is_open = path in OPEN or any(path.startswith(one) for one in OPEN if one[1:].endswith("/"))
             # A browser's WebSocket cannot send the header: the first message then has the key.
-            if asks is None and not is_open and scope["type"] == "http":
-                raise Refused(401, "this server needs a key; send it as Authorization: Bearer KEY.", "no_key")
+            if asks is None and not is_open and (key or scope["type"] == "http"):
+                raise unknown_key(key)
             self._check_length(headers)
         except Refused as error:
             if scope["type"] == "websocket":
@@ -120,11 +132,16 @@ class RequestCheckMiddleware:
                 self._metrics.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
-        if scope["type"] == "websocket":
-            return await self._app(scope, receive, with_headers)
         held = [0]
         try:
-            return await self._app(scope, self._capped(receive, held), with_headers)
+            if scope["type"] == "websocket":
+                return await self._app(scope, receive, with_headers)
+            with self._metrics.running.track_inprogress():
+                await self._app(scope, self._capped(receive, held), with_headers)
+        except asyncio.CancelledError:
+            # uvicorn cancels what still runs when it stops, and would log each stack.
+            with suppress(RuntimeError):  # the response has begun
+                await error_response(503, "the server stops; send this again.")(scope, receive, with_headers)
         finally:
             self._held -= held[0]
 
@@ -177,7 +194,7 @@ class RequestCheckMiddleware:
 def first_schema_error(error: Any) -> tuple[str, str]:
     """Return the first schema error of a request as (one sentence, field name)."""
     first = error.errors()[0]
-    if first["type"] in ("json_invalid", "model_attributes_type") and first["loc"][:1] == ("body",):
+    if first["loc"] == ("body",) or (first["type"] == "json_invalid" and first["loc"][:1] == ("body",)):
         return "the body: it is not a JSON object; send one, as Content-Type: application/json.", "the body"
     place = [str(one) for one in first["loc"] if one != "body"]
     # The tag of a part, as in "video_url.video_url.url", is none of the client's fields.
@@ -185,8 +202,12 @@ def first_schema_error(error: Any) -> tuple[str, str]:
         ".".join(one for one, after in zip(place, [*place[1:], ""], strict=False) if one != after)
         or "the body"
     )
-    told = str(first["msg"]).removeprefix("Value error, ")
-    return f"{field[:100]}: {told[:200].rstrip('.').lower()}.", field[:100]
+    told = PLAIN.get(first["type"])
+    if told is None:
+        told = str(first["msg"]).removeprefix("Value error, ")
+        # Pydantic's words are Python's; those of a validator here stay as they are.
+        told = told if first["type"] in ("value_error", "unknown_field") else told.lower()
+    return f"{field[:100]}: {told[:200].rstrip('.')}.", field[:100]
 
 
 def error_message(error: BaseException) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
     StringConstraints,
     ValidationError,
     field_validator,
@@ -19,7 +22,24 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from mmaccel.core.streams.timed_text import LONGEST, make_timed_text
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
+ELSEWHERE = {"schema": "response_format"}
+"""Fields of `generate` under the names that requests have for them."""
+
+
+def _as_name(name: str) -> str:
+    if not re.fullmatch(NAME, name):
+        raise ValueError("give 1 to 64 letters, digits, - or _ of ASCII, the first a letter or digit")
+    return name
+
+
+def _in_order(between: tuple[float, float]) -> tuple[float, float]:
+    if between[0] > between[1]:
+        raise ValueError(f"it begins at {between[0]:g} s and ends before, at {between[1]:g} s; swap the two")
+    return between
+
+
+Name = Annotated[str, AfterValidator(_as_name), Field(json_schema_extra={"pattern": f"^{NAME}$"})]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, le=240, allow_inf_nan=False)]
 
@@ -32,12 +52,16 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
+        # The first such field ends the check: a body may have millions.
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for name in given if isinstance(given, dict) else ():
-            if name not in known and (near := get_close_matches(str(name)[:64], known, n=1)):
-                wrong = PydanticCustomError(
-                    "unknown_field", "there is no such field; take '{near}'", {"near": near[0]}
+            if name not in known:
+                near = [one for one in [ELSEWHERE.get(name)] if one in known]
+                near = near or get_close_matches(str(name)[:64], known, n=1, cutoff=0.85)
+                told = (
+                    f"there is no such field; take '{near[0]}'" if near else "it is not served; leave it out"
                 )
+                wrong = PydanticCustomError("unknown_field", "{told}", {"told": told})
                 details = InitErrorDetails(type=wrong, loc=(name,), input=None)
                 raise ValidationError.from_exception_data(cls.__name__, [details])
         return given
@@ -112,8 +136,8 @@ class MmaccelOptions(StrictModel):
     recipe: str | None = None
     fps: Rate | None = None
     frames: Annotated[int, Field(ge=1)] | None = None
-    evidence: bool = True
-    thumbnails: bool = False
+    evidence: StrictBool = True
+    thumbnails: StrictBool = False
 
 
 class VideoIOKwargs(StrictModel):
@@ -130,8 +154,8 @@ class MediaIOKwargs(StrictModel):
 class StreamOptions(StrictModel):
     """OpenAI's `stream_options`: whether a streamed answer ends with its token counts."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: StrictBool = False
+    include_obfuscation: StrictBool = False
 
 
 class SchemaFormat(StrictModel):
@@ -140,7 +164,7 @@ class SchemaFormat(StrictModel):
     name: str | None = None
     description: str | None = None
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
+    strict: StrictBool | None = None
 
 
 class ResponseFormat(StrictModel):
@@ -163,7 +187,7 @@ class SamplingOptions(StrictModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
-    stream: bool = False
+    stream: StrictBool = False
     response_format: ResponseFormat | None = None
 
     @property
@@ -204,8 +228,8 @@ class ChatRequest(SamplingOptions):
     frequency_penalty: Literal[0] | None = None
     # They change nothing of an answer.
     user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    store: StrictBool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -266,21 +290,21 @@ class FramesRequest(StrictModel):
     watched at `fps` frames per second, or with `stored` ingested as a whole. Lines of `text` may come with them or alone."""
 
     text: Annotated[list[TimedTextLine], Field(max_length=256)] = []
-    frames: list[str] = []
-    times: list[Seconds] | None = None
+    frames: Annotated[list[str], Field(fail_fast=True)] = []
+    times: Annotated[list[Seconds], Field(fail_fast=True)] | None = None
     video_url: Address | None = None
     fps: Rate | None = None
-    stored: bool = False
+    stored: StrictBool = False
 
 
 class AskRequest(SamplingOptions):
     """A question on all of a stream, or on the seconds `between` two times; with `chat` it continues the conversation."""
 
     question: str
-    chat: bool = False
-    between: tuple[Seconds, Seconds] | None = None
-    evidence: bool = True
-    thumbnails: bool = False
+    chat: StrictBool = False
+    between: Annotated[tuple[Seconds, Seconds], AfterValidator(_in_order)] | None = None
+    evidence: StrictBool = True
+    thumbnails: StrictBool = False
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 

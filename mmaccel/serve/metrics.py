@@ -36,6 +36,7 @@ class Metrics:
         self.tokens = counter("new_tokens", "Tokens of answers.")
         self.drafted = counter("drafted_tokens", "Tokens that drafts proposed.")
         self.accepted = counter("accepted_tokens", "Of these, tokens that were kept.")
+        self.running = gauge("running_requests", "Requests that run or wait, without WebSockets.")
         self.waiting = gauge("waiting_requests", "Requests that wait for their turn.")
         self.streams = gauge("streams", "Streams that are open.")
         self.frames = counter("frames", "Frames taken in by streams.")

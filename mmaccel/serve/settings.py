@@ -106,7 +106,9 @@ class Settings:
                 f"--host {self.host}: others reach it there; give a key by --keys FILE or MMACCEL_KEY, or leave --host out."
             )
         if any(len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key for key in self.keys):
-            raise RecipeError("--keys: a key has at least 8 printable ASCII characters and no space.")
+            raise RecipeError(
+                "--keys or MMACCEL_KEY: a key has at least 8 printable ASCII characters and no space."
+            )
 
     def identify_caller(self, key: str | None) -> str | None:
         """Return the identity of the caller who sent `key`, the same for all if no keys are set; None: wrong or missing."""

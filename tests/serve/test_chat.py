@@ -224,7 +224,7 @@ def test_metrics_count(served: Served, client: Any) -> None:
         ({"model": "gpt-9"}, "this server has 'tiny-ov' alone"),
         ({"mmaccel": {"recipe": "fast"}}, "this server has 'dense', 'mosaic'"),
         ({"n": 3}, "n: input should be 1"),
-        ({"tools": []}, "tools: extra inputs are not permitted"),
+        ({"tools": []}, "tools: it is not served; leave it out"),
         ({"logprobs": True}, "logprobs: input should be false"),
         ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1"),
         ({"max_tokens": 10**6}, "max_tokens: 1000000 is more than the 4096"),

@@ -37,7 +37,7 @@ class StreamPromise:
 
     recipe, fps, seconds  the promise: compute for `fps` frames per second under `recipe`, for so many seconds of video
     first, last           first and last `StreamUsageCounts`; `first` also has the bytes that the first question added
-    calls                 (`time.monotonic()`, frames so far) after each of the last calls with frames
+    calls                 (`time.monotonic()`, live frames so far) after each of the last calls with frames
     """
 
     recipe: str
@@ -88,7 +88,8 @@ class AdmissionController:
         live: bool = True,
     ) -> None:
         """Record a call on a stream that took `seconds` (without waiting), and its `StreamUsageCounts` `before` it and
-        `now`. `live`: whether it counts in the recipe's mean seconds per live frame; calls with a stored video do not."""
+        `now`. `live`: whether it counts in the recipe's mean seconds per live frame and in the stream's rate; calls with a
+        stored video do not."""
         before, now = StreamUsageCounts(*before), StreamUsageCounts(*now)
         new, promise.last = now.frames - before.frames, now
         first = (promise.first or before) if before.frames else now
@@ -98,9 +99,10 @@ class AdmissionController:
                 *(one + more - less for one, more, less in zip(first, now, before, strict=True))
             )
         promise.first = first
-        promise.calls.append((monotonic(), now.frames))
-        if new > 0 and live:
-            self._costs[promise.recipe].append((seconds, new))
+        if live:
+            promise.calls.append((monotonic(), new + (promise.calls[-1][1] if promise.calls else 0)))
+            if new > 0:
+                self._costs[promise.recipe].append((seconds, new))
         if (longest := self._longest.get(promise.recipe)) is None or now.frames >= longest.last.frames:
             self._longest[promise.recipe] = promise
 
@@ -122,10 +124,12 @@ class AdmissionController:
         most = None if getattr(store, "spill", None) == "disk" else getattr(store, "host_bytes", None)
         return max(promise.last[1 + device], min(whole, (None if device else most) or whole))
 
-    def admit_stream(self, recipe: str, fps: float | None, seconds: float) -> StreamPromise:
+    def admit_stream(self, recipe: str, fps: float | None, seconds: float, saved: int = 0) -> StreamPromise:
         """Admit a new stream and return its `StreamPromise`, valid until `release_promise`. `fps` None: a stream moved from
-        another replica, which is never refused. Raises `Refused` if promises to open streams could not be kept."""
+        another replica, which is never refused. `saved`: bytes of a saved stream that is resumed. Raises `Refused` if
+        promises to open streams could not be kept."""
         new, limits = StreamPromise(recipe, fps or 1.0, seconds), self._limits
+        new.last = StreamUsageCounts(0, saved)
         busy, own = sum(map(self.predicted_load, self._promises)), self.predicted_load(new)
         if fps is not None and busy + own > limits.busy and own:
             later = ", or come later" if own <= limits.busy else ""

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from mmaccel.core.decoding.generate import CallEnded
 from mmaccel.core.errors import MmaccelError
 from mmaccel.core.streams.live import tune_python_for_streams
-from mmaccel.serve import chat, socket, streams
+from mmaccel.serve import chat, socket, stream_routes, streams
 from mmaccel.serve.engine import Engine
 from mmaccel.serve.guard import RequestCheckMiddleware, error_response, first_schema_error
 from mmaccel.serve.settings import Refused, Settings
@@ -46,7 +46,7 @@ def create_app(engine: Engine, registry: Callable[[Engine], streams.Streams] = s
     app = FastAPI(title="mmaccel", description=told, docs_url=None, redoc_url=None, lifespan=living)
     app.state.engine = engine
     app.include_router(chat.router)
-    app.include_router(socket.router)
+    app.include_router(stream_routes.router)
     app.mount("/page", StaticFiles(directory=PAGE))
 
     @app.get("/", include_in_schema=False)

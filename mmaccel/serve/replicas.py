@@ -41,7 +41,8 @@ from mmaccel.core.streams.live import run_in_thread, tune_python_for_streams
 from mmaccel.serve.app import create_app
 from mmaccel.serve.messages import SessionRequest
 from mmaccel.serve.settings import Refused, Settings
-from mmaccel.serve.streams import Stream, Streams, router
+from mmaccel.serve.stream_routes import router
+from mmaccel.serve.streams import Stream, Streams, count_bytes
 
 if TYPE_CHECKING:
     from mmaccel.serve.engine import Engine
@@ -168,6 +169,7 @@ class ReplicatedStreams(Streams):
             if session.frames:
                 await session.save(place / SESSION)
             facts: dict[str, Any] = {"owner": stream.owner, "recipe": stream.recipe}
+            facts["brief"] = stream.brief_json()
             facts |= {
                 "history": session.session.history,
                 "promise": (stream.promise.fps, stream.promise.seconds),
@@ -183,14 +185,24 @@ class ReplicatedStreams(Streams):
 
     def _check_own(self, caller: str) -> None:
         """Raise `Refused` where the streams of a caller in the folder, of all replicas, are too many or too large."""
-        count = held = 0
+        own = self._facts_of(caller)
+        held = sum(count_bytes(self._live / number) for number in own)
+        if len(own) >= self.limits.saves or held >= self.limits.saved_bytes:
+            raise Refused(429, "too many streams are open on all replicas; close one.", "too_many_streams")
+
+    def _facts_of(self, caller: str) -> dict[str, dict[str, Any]]:
+        """The facts of a caller's streams in the folder, of all replicas, by their ids."""
+        found = dict[str, dict[str, Any]]()
         for file in self._live.glob(f"*/{FACTS}"):
             with suppress(OSError):  # another replica deletes it
-                if json.loads(file.read_text(encoding="utf-8"))["owner"] == caller:
-                    held += sum(one.stat().st_size for one in file.parent.rglob("*"))
-                    count += 1
-        if count >= self.limits.saves or held >= self.limits.saved_bytes:
-            raise Refused(429, "too many streams are open on all replicas; close one.", "too_many_streams")
+                facts = json.loads(file.read_text(encoding="utf-8"))
+                if facts["owner"] == caller:
+                    found[file.parent.name] = facts
+        return found
+
+    async def list_streams(self, caller: str) -> list[dict[str, Any]]:
+        found = await run_in_thread(partial(self._facts_of, caller))
+        return [{"id": number, **facts.get("brief", {})} for number, facts in found.items()]
 
     async def _expiring(self) -> None:
         while True:

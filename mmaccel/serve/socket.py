@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import WebSocket
 from pydantic import Field, TypeAdapter
 from starlette.websockets import WebSocketDisconnect
 
+from mmaccel.core.streams.live import run_in_thread
 from mmaccel.core.streams.standing import AnswerChange, StandingQuestion
 from mmaccel.media.video import image_size
 from mmaccel.serve import sources
-from mmaccel.serve.guard import error_message
+from mmaccel.serve.guard import error_message, unknown_key
 from mmaccel.serve.messages import AskRequest, Seconds, StrictModel
 from mmaccel.serve.settings import Refused
-from mmaccel.serve.streams import Stream, Streams, router, stream_json
+from mmaccel.serve.stream_routes import router, stream_json
+from mmaccel.serve.streams import Stream, Streams
 
 
 class APIKeyMessage(StrictModel):
@@ -83,7 +87,11 @@ WAITING = 32
 CLIP = 16
 """Of these, at most so many are taken in at once."""
 ANSWERS = 8
-"""Questions of one socket that are answered at once."""
+"""Questions of one socket that are answered at once, and standing questions of it."""
+KEY_S = 3.0
+"""Seconds for which a socket waits for its key."""
+WITHOUT_KEY = 8
+"""So many times the sockets of one caller may wait for a key, from all addresses together."""
 
 
 @router.websocket("/{number}/socket")
@@ -98,18 +106,17 @@ async def handle_stream_socket(websocket: WebSocket, number: str) -> None:
     asks = websocket.state.caller
     try:
         if asks is None:
-            with streams.count_open_socket(None):
+            place = f"at {websocket.client.host if websocket.client else None}"
+            with streams.count_open_socket(place), streams.count_open_socket(None, WITHOUT_KEY):
                 await websocket.accept()
-                first = Incoming.validate_json(await asyncio.wait_for(websocket.receive_text(), 10))
-                asks = (
-                    streams.engine.settings.identify_caller(first.key)
-                    if isinstance(first, APIKeyMessage)
-                    else None
-                )
+                first = Incoming.validate_json(await asyncio.wait_for(websocket.receive_text(), KEY_S))
+                key = first.key if isinstance(first, APIKeyMessage) else None
+                asks = streams.engine.settings.identify_caller(key)
+                if asks is None:
+                    raise unknown_key(key)
         else:
             await websocket.accept()
-        if asks is not None:
-            await streams.load_current(number, asks)
+        await streams.load_current(number, asks)
         stream = streams.get(number, asks)
         with streams.count_open_socket(asks):
             talk = StreamConnection(websocket, streams, stream)
@@ -148,7 +155,7 @@ class StreamConnection:
             try:
                 await self._hear(message)
             except Exception as error:
-                await self._send("event", name="error", message=error_message(error))
+                await self._send("event", name="error", message=error_message(error), **_id_of(message))
 
     async def _hear(self, message: Any) -> None:
         if (data := message.get("bytes")) is not None:
@@ -158,13 +165,12 @@ class StreamConnection:
             await self._frame(await asyncio.to_thread(sources.decode_base64, heard.data), heard.time)
         elif isinstance(heard, AskMessage):
             name = f"#{heard.id}"
-            if name in self._answers or len(self._answers) > ANSWERS:
-                raise Refused(429, f"ask: {ANSWERS} questions at once, each with an id of its own.")
+            _check_question("ask", name in self._answers, len(self._answers) > ANSWERS)
             task = self._answers[name] = asyncio.create_task(self._answer(heard))
             task.add_done_callback(lambda _: self._answers.pop(name, None))
             await asyncio.sleep(0)  # it begins, and so tells of its end
         elif isinstance(heard, StandingQuestionMessage):
-            self._stand(heard)
+            await self._stand(heard)
         elif (
             isinstance(heard, CancelMessage) and (standing := self._standing.pop(heard.id, None)) is not None
         ):
@@ -174,18 +180,27 @@ class StreamConnection:
         elif isinstance(heard, StreamStateMessage):
             await self._send("event", name="stream", **await stream_json(self._stream))
 
-    def _stand(self, asked: StandingQuestionMessage) -> None:
-        if asked.id in self._standing or len(self._standing) >= ANSWERS:
-            raise Refused(429, f"on: {ANSWERS} questions at once, each with an id of its own.")
+    async def _stand(self, asked: StandingQuestionMessage) -> None:
+        _check_question("on", asked.id in self._standing, len(self._standing) >= ANSWERS)
+        self._streams.check_text(question=asked.question, says=asked.says or "")
+        loop, session = asyncio.get_running_loop(), self._stream.session.session
 
         async def tell(change: AnswerChange) -> None:
             found, told = change.answer, {"before": change.before, "seconds": change.seconds}
             evidence = self._stream.kept.evidence_frames_json(found.evidence, True)
             await self._send("event", name="change", id=asked.id, text=found.text, evidence=evidence, **told)
 
-        how = {"every": asked.every, "last": asked.last, "says": asked.says}
-        session = self._stream.session
-        self._standing[asked.id] = session.on(asked.question, tell, max_new_tokens=asked.max_tokens, **how)
+        def told(change: AnswerChange) -> None:
+            asyncio.run_coroutine_threadsafe(tell(change), loop)
+
+        how: dict[str, Any] = {
+            "every": asked.every,
+            "last": asked.last,
+            "says": asked.says,
+            "max_new_tokens": asked.max_tokens,
+        }
+        # In a thread, which turns the question into tokens.
+        self._standing[asked.id] = await run_in_thread(partial(session.on, asked.question, told, **how))
 
     async def _frame(self, data: bytes, time: float | None) -> None:
         held = sum(len(one) for one, _ in self._frames) + len(data)
@@ -249,6 +264,24 @@ class StreamConnection:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _check_question(name: str, known: bool, full: bool) -> None:
+    """Raise `Refused` for a question whose id is in use (`known`), or that is one too many (`full`)."""
+    if known:
+        raise Refused(
+            429, f"{name}: a question with this id runs; give another id, or cancel that one first."
+        )
+    if full:
+        raise Refused(429, f"{name}: {ANSWERS} such questions run on this socket; cancel one first.")
+
+
+def _id_of(message: Any) -> dict[str, str]:
+    """The `id` of a client's message that is wrong, if it has one."""
+    with suppress(ValueError, AttributeError):
+        if isinstance(name := json.loads(message["text"]).get("id"), str):
+            return {"id": name}
+    return {}
 
 
 def _kind(data: bytes, time: float | None) -> tuple[Any, bool]:

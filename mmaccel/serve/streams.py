@@ -1,42 +1,40 @@
-"""`/v1/streaming/sessions`: routes to open, feed, ask, save and close video streams."""
+"""The open video streams of a server: opened or resumed, fed, asked, saved and closed."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import secrets
 import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
-from fastapi.responses import Response, StreamingResponse
 from torch import Tensor
 
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, Deadline
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import stream_policy
 from mmaccel.core.streams.live import AsyncReply, AsyncVideoSession, await_or_cancel, run_in_thread
+from mmaccel.core.streams.saved_stream import saved_content_fields
+from mmaccel.core.streams.session_io import saved_recipe
 from mmaccel.serve import sources
 from mmaccel.serve.admission import AdmissionController, StreamPromise
-from mmaccel.serve.chat import Asks
 from mmaccel.serve.engine import Engine
-from mmaccel.serve.guard import ConnectedClient, error_message, hide_server_path
+from mmaccel.serve.guard import hide_server_path
 from mmaccel.serve.kept import StreamEntry
-from mmaccel.serve.messages import AskRequest, FramesRequest, SaveRequest, SessionRequest
+from mmaccel.serve.messages import AskRequest, FramesRequest, SessionRequest
 from mmaccel.serve.settings import Refused
 from mmaccel.serve.turns import FairQueue
 
 log = logging.getLogger("mmaccel.serve")
-router = APIRouter(prefix="/v1/streaming/sessions", tags=["streams"])
 
 
 @dataclass(eq=False)
@@ -56,6 +54,16 @@ class Stream:
     def session(self) -> AsyncVideoSession:
         return self.kept.session
 
+    def brief_json(self) -> dict[str, Any]:
+        """Return what the stream is and how long, JSON-ready, without waiting for the model."""
+        return {
+            "id": self.id,
+            "object": "streaming.session",
+            "recipe": self.recipe,
+            "frames": self.session.frames,
+            "seconds": self.session.seconds,
+        }
+
     @asynccontextmanager
     async def prevent_close(self) -> AsyncIterator[None]:
         """Context during which the server does not close the stream for being idle."""
@@ -65,6 +73,16 @@ class Stream:
         finally:
             self.busy -= 1
             self.used = time.monotonic()
+
+
+def count_bytes(folder: Path) -> int:
+    """Return the bytes of all files below `folder`; one that goes meanwhile counts as nothing."""
+    held = 0
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with suppress(OSError):
+                held += os.stat(os.path.join(root, name)).st_size
+    return held
 
 
 class Streams:
@@ -77,6 +95,7 @@ class Streams:
             engine.recipes, self.limits, engine.free_device_bytes(), engine.kept.device_bytes
         )
         self._opening: dict[str, int] = {}
+        self._reserving = threading.Lock()
         self._calls = defaultdict[str, FairQueue](partial(FairQueue, self.limits.calls, self.limits.waiting))
         self._sockets: Counter[str | None] = Counter()
         engine.metrics.streams.set_function(lambda: len(self._open))
@@ -85,10 +104,11 @@ class Streams:
     def _own(self) -> int:
         return sum(one.kept.total_bytes() for one in list(self._open.values()))
 
-    def _check_room(self) -> None:
-        """Raise `Refused` where streams hold all that they may."""
-        if self._own() >= self.limits.memory_bytes:
-            raise Refused(429, f"the streams hold {self.limits.memory_bytes} bytes; close one.", "no_room")
+    def _check_room(self, more: int = 1) -> None:
+        """Raise `Refused` where streams with `more` bytes than now would hold more than they may."""
+        if self._own() + more > self.limits.memory_bytes:
+            told = f"the streams hold the {self.limits.memory_bytes} bytes that they may; close one."
+            raise Refused(503 if more > 1 else 429, told, "no_room")
 
     @asynccontextmanager
     async def hold_call(self, stream: Stream) -> AsyncIterator[None]:
@@ -97,15 +117,17 @@ class Streams:
             yield
 
     @contextmanager
-    def count_open_socket(self, owner: str | None) -> Iterator[None]:
-        """Context that counts an open socket of `owner` (None: its API key comes later); `Refused` if too many are open."""
-        if self._sockets[owner] >= self.limits.sockets:
+    def count_open_socket(self, owner: str | None, times: int = 1) -> Iterator[None]:
+        """Context that counts an open socket of `owner`, a caller or an address (None: all whose API key comes later);
+        raises `Refused` where `times` as many are open as one caller may have."""
+        if self._sockets[owner] >= times * self.limits.sockets:
             raise Refused(429, "too many sockets are open; close one.", "too_many_sockets")
         self._sockets[owner] += 1
         try:
             yield
         finally:
             self._sockets[owner] -= 1
+            self._sockets += Counter()  # which drops those that have none
 
     async def __aenter__(self) -> None:
         self._sweeping = asyncio.create_task(self._sweep())
@@ -147,12 +169,12 @@ class Streams:
         every = len(self._open) + sum(self._opening.values())
         if every >= self.limits.sessions or own >= self.limits.own_sessions:
             raise Refused(429, "too many streams are open; close one.", "too_many_streams")
-        promise = self.admission.admit_stream(name, asked.fps, asked.seconds)
+        promise: StreamPromise | None = None
         self._opening[caller] = self._opening.get(caller, 0) + 1
         try:
             folder = None if asked.resume is None else self.saved_stream_folder(asked.resume, caller)
-            if folder is not None and not folder.is_dir():
-                raise Refused(404, f"resume: no stream is saved as {asked.resume!r}.", "stream_not_found")
+            size = 0 if folder is None else await run_in_thread(partial(self._check_saved, folder, name))
+            promise = self.admission.admit_stream(name, asked.fps, asked.seconds, size)
             make = partial(StreamEntry, engine.model, engine.processor, engine.recipes[name], self.limits)
             with engine.refuse_out_of_memory():
                 kept = await run_in_thread(make)
@@ -160,8 +182,11 @@ class Streams:
                     with hide_server_path(folder):
                         await kept.session.load(folder)
                     promise.last = promise.first = kept.read_usage()
+                    if asked.fps is not None:  # one moved from another replica has its place
+                        self._check_room(kept.total_bytes())
         except BaseException:
-            self.admission.release_promise(promise)
+            if promise is not None:
+                self.admission.release_promise(promise)
             if kept is not None:
                 await kept.session.close()
             raise
@@ -189,6 +214,49 @@ class Streams:
             raise Refused(403, "this server saves no streams; start it with --saves FOLDER.")
         return self.engine.settings.saves / caller / name
 
+    def _check_saved(self, folder: Path, recipe: str) -> int:
+        """Return the bytes of the stream saved in `folder`; raises `Refused` unless it can go on under `recipe`."""
+        if not folder.is_dir():
+            raise Refused(404, f"resume: no stream is saved as {folder.name!r}.", "stream_not_found")
+        fits: list[str] = []
+        with suppress(ModelError):  # which `load` raises again
+            saved = saved_content_fields(saved_recipe(folder).kv)
+            fits = [
+                name for name, one in self.engine.recipes.items() if saved_content_fields(one.kv) == saved
+            ]
+        if fits and recipe not in fits:
+            raise Refused(
+                400, f"resume: {folder.name} was saved under the recipe {fits[0]!r}; name that one."
+            )
+        return count_bytes(folder)
+
+    def reserve_save(self, folder: Path) -> None:
+        """Make the folder of a stream that is saved for the first time; raises `Refused` where its caller has no room."""
+        with self._reserving:
+            if folder.exists():
+                return
+            folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            held = count_bytes(folder.parent)
+            if len(os.listdir(folder.parent)) >= self.limits.saves or held >= self.limits.saved_bytes:
+                raise Refused(429, "too much is saved; save under a name that there is.", "no_room")
+            folder.mkdir(mode=0o700)
+
+    async def save(self, stream: Stream, name: str, caller: str) -> None:
+        """Save a stream under a name of its caller. Raises `Refused` or `ModelError`."""
+        folder = self.saved_stream_folder(name, caller)
+        await run_in_thread(partial(self.reserve_save, folder))
+        try:
+            async with self.hold_call(stream), stream.taking:
+                with hide_server_path(folder):
+                    await stream.session.save(folder)
+        finally:
+            with suppress(OSError):
+                folder.rmdir()  # only where nothing was written
+
+    async def list_streams(self, caller: str) -> list[dict[str, Any]]:
+        """Return the open streams of a caller, oldest first, as `brief_json`."""
+        return [one.brief_json() for one in self._open.values() if one.owner == caller]
+
     async def add_frames(self, stream: Stream, asked: FramesRequest) -> int:
         """Add the frames or video of a request to a stream, then its lines of text; return the number of frames added."""
         given = bool(asked.frames) + (asked.video_url is not None)
@@ -196,6 +264,8 @@ class Streams:
             raise ModelError("frames: give frames or a video_url, one of the two, or text.")
         if asked.times is not None and len(asked.times) != len(asked.frames):
             raise ModelError(f"times: {len(asked.times)} for {len(asked.frames)} frames; give one for each.")
+        if asked.times is not None and asked.fps is not None:
+            raise ModelError("fps: the frames have times already; give one of the two.")
         if asked.frames and asked.stored:
             raise ModelError("stored: it is of a video_url; leave it out with frames.")
         engine, limits, deadline = self.engine, self.limits, Deadline(self.limits.seconds)
@@ -251,12 +321,17 @@ class Streams:
         metrics.rate.set(taken / max(time.monotonic() - began, 1e-9))
         return taken
 
+    def check_text(self, **texts: str) -> None:
+        """Raise `Refused` for a field whose text is too long."""
+        for name, text in texts.items():
+            if len(text) > self.limits.text:
+                raise Refused(413, f"{name}: it has more than {self.limits.text} characters; write less.")
+
     @asynccontextmanager
     async def ask_stream_context(self, stream: Stream, asked: AskRequest) -> AsyncIterator[AsyncReply]:
         """Context that asks a stream a question and yields the reply; leaving it cancels the answer."""
         limits = self.limits
-        if len(asked.question) > limits.text:
-            raise Refused(413, f"question: it has more than {limits.text} characters; write less.")
+        self.check_text(question=asked.question)
         most = asked.max_tokens or MAX_NEW_TOKENS
         if most > limits.new_tokens:
             raise Refused(400, f"max_tokens: {most} is more than the {limits.new_tokens} of this server.")
@@ -293,108 +368,3 @@ class Streams:
             if asked.evidence
             else None,
         }
-
-
-async def get_open_streams(request: Request, asks: Asks) -> Streams:
-    """FastAPI dependency: the server's open streams; the request's own is first loaded from another replica if need be."""
-    streams: Streams = request.app.state.streams
-    await streams.load_current(request.path_params.get("number", ""), asks)
-    return streams
-
-
-TheStreams = Annotated[Streams, Depends(get_open_streams)]
-
-
-async def stream_json(stream: Stream) -> dict[str, Any]:
-    """Return a stream's facts, counters and times, JSON-ready, with the clusters of its entries in the first such layer."""
-    clusters = await run_in_thread(stream.session.clusters)
-    return {
-        "id": stream.id,
-        "object": "streaming.session",
-        "recipe": stream.recipe,
-        "frames": stream.session.frames,
-        "seconds": stream.session.seconds,
-        "counters": await stream.kept.read_counters(),
-        "shown": stream.session.shown,
-        "clusters": {level: rows[0].tolist() for level, rows in clusters.items()},
-    }
-
-
-@router.post("", status_code=201)
-async def open_stream(body: SessionRequest, streams: TheStreams, asks: Asks) -> dict[str, Any]:
-    """Open a stream, or resume a saved one (`resume`)."""
-    return await stream_json(await streams.open(body, asks))
-
-
-@router.get("/{number}")
-async def get_stream(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
-    """Return the state of a stream, and the cluster of each time step."""
-    return await stream_json(streams.get(number, asks))
-
-
-@router.post("/{number}/frames")
-async def send_frames(
-    number: str, body: FramesRequest, request: Request, streams: TheStreams, asks: Asks
-) -> dict[str, Any]:
-    """Send frames, or a video, to the stream; and text with times, which is added after them."""
-    stream = streams.get(number, asks)
-    taken = await ConnectedClient(request).wait(streams.add_frames(stream, body))
-    return {"taken": taken, "frames": stream.session.frames, "seconds": stream.session.seconds}
-
-
-@router.get("/{number}/frames/{frame}", response_class=Response)
-async def get_thumbnail(number: str, frame: int, streams: TheStreams, asks: Asks) -> Response:
-    """Send the thumbnail of a frame, or of the last frame before it that has one, as JPEG."""
-    file = streams.get(number, asks).kept.pictures.nearest_thumbnail(frame)
-    if file is None:
-        raise Refused(404, f"frames: there is no picture of frame {frame}.")
-    return Response(file, media_type="image/jpeg")
-
-
-@router.post("/{number}/ask")
-async def ask_stream(number: str, body: AskRequest, request: Request, streams: TheStreams, asks: Asks) -> Any:
-    """Ask about what the stream has shown so far; with `stream` by server-sent events `delta`, then `answer`."""
-    stream, client = streams.get(number, asks), ConnectedClient(request)
-    if not body.stream:
-        async with streams.ask_stream_context(stream, body) as reply:
-            return streams.answer_json(stream, body, await client.wait(reply))
-    async with AsyncExitStack() as stack:
-        reply = await stack.enter_async_context(streams.ask_stream_context(stream, body))
-        first: str | None = await client.wait(anext(reply, None))
-        opened = stack.pop_all()
-
-    async def events() -> AsyncIterator[str]:
-        try:
-            async with opened:
-                piece = first
-                while piece is not None:
-                    yield f"event: delta\ndata: {json.dumps({'text': piece})}\n\n"
-                    piece = await client.wait(anext(reply, None))
-                assert reply.answer is not None
-                whole = json.dumps(streams.answer_json(stream, body, reply.answer))
-            yield f"event: answer\ndata: {whole}\n\n"
-        except Exception as error:
-            yield f"event: error\ndata: {json.dumps({'message': error_message(error)})}\n\n"
-
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-
-
-@router.post("/{number}/save")
-async def save_stream(number: str, body: SaveRequest, streams: TheStreams, asks: Asks) -> dict[str, Any]:
-    """Save the stream under a name; `resume` opens it again."""
-    stream, folder = streams.get(number, asks), streams.saved_stream_folder(body.name, asks)
-    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    limits, held = streams.limits, sum(one.stat().st_size for one in folder.parent.rglob("*"))
-    if not folder.exists() and (len(os.listdir(folder.parent)) >= limits.saves or held >= limits.saved_bytes):
-        raise Refused(429, "too much is saved; save under a name that there is.", "no_room")
-    async with streams.hold_call(stream), stream.taking:
-        with hide_server_path(folder):
-            await stream.session.save(folder)
-    return {"saved": body.name, "frames": stream.session.frames}
-
-
-@router.delete("/{number}")
-async def close_stream(number: str, streams: TheStreams, asks: Asks) -> dict[str, Any]:
-    """Close a stream and forget it; what was saved under a name stays."""
-    await streams.close(streams.get(number, asks), forget=True)
-    return {"id": number, "deleted": True}

@@ -222,6 +222,15 @@ def test_frames_that_come_faster_than_was_said_count(monkeypatch: pytest.MonkeyP
     assert one.rate == 5.0 and admission.predicted_load(one) > 0.4
 
 
+def test_a_stored_video_is_no_rate_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    admission, now = measured(), 0.0
+    monkeypatch.setattr("mmaccel.serve.admission.monotonic", lambda: now)
+    one = admission.admit_stream("all", 1.0, 900.0)
+    for now, live in ((0.0, True), (5.0, False), (20.0, True)):
+        admission.record_call(one, 5.0, (int(now), 0), (int(now) + (20 if live else 3600), 0), live)
+    assert one.rate == 1.0
+
+
 def test_a_server_refuses_the_stream_that_is_too_much() -> None:
     """The first is let in, for nothing is known; then by its frames; and what was refused or closed takes nothing."""
     chosen = {"mosaic": Recipe.load(None, kv=SMALL)}

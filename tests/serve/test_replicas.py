@@ -183,6 +183,15 @@ def test_a_caller_has_so_many_streams_on_all_replicas(tmp_path: Path) -> None:
         assert call(one, "POST", "", recipe="mosaic").status_code == 201
 
 
+def test_streams_of_all_replicas_are_listed(pair: tuple[Served, Served]) -> None:
+    numbers = [call(place, "POST", "", recipe="mosaic").json()["id"] for place in pair]
+    assert call(pair[0], "POST", f"/{numbers[0]}/frames", frames=list(jpegs()[:2])).status_code == 200
+    for place in pair:
+        told = {one["id"]: one for one in call(place, "GET", "").json()["data"]}
+        assert set(told) == set(numbers) and [told[one]["frames"] for one in numbers] == [2, 0]
+        assert not call(place, "GET", "", OTHER).json()["data"]
+
+
 def test_homes_of_streams() -> None:
     """The named replica while it is there; after that the others share its streams, and a fourth moves but some."""
     numbers = [f"{n:020d}.a" for n in range(300)]

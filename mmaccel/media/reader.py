@@ -57,6 +57,7 @@ def read(
     timeout: float | None = None,
     gaps: Gaps = "hold",
     faster: bool = True,
+    max_bytes: float = math.inf,
 ) -> Video:
     """Read a video: `fps` frames per second, `frames` evenly spaced frames, or, with neither, every frame.
 
@@ -75,6 +76,7 @@ def read(
       shrunk to twice that size while decoding, if together they would exceed `ROOM` bytes.
     - `progress(done, total)` is called after each kept frame, also those dropped later; `options` go to PyAV's open.
     - `timeout`: seconds that a URL or a pipe may send nothing (None: 30).
+    - `max_bytes`: of all decoded frames; `VideoError` is raised before more are decoded, where their number is known.
     - `faster`: whether `fps` may exceed both the source's mean rate and `FASTEST`; if not, `VideoError` is raised.
 
     Sparse frames of a local file are reached by seeking. Raises `VideoError` if nothing can be read; warns `VideoWarning` if
@@ -106,7 +108,7 @@ def read(
             plan = _by_number(source, frames, start or 0.0, stop, max_frames)
         expected = min((n for n in (plan.total, plan.most) if n is not None), default=None)
         fitted = fit is not None and expected is not None and _fit(source, picture, expected, fit)
-        _check_memory(source, picture, None if plan.total is None else expected)
+        _check_memory(source, picture, None if plan.total is None else expected, max_bytes)
         # Of a source that is longer than it tells, every second frame is let go whenever there are too many.
         kept, step = list[tuple[float, float, Tensor]](), 1
         drawn: av.VideoFrame | None = None
@@ -338,9 +340,9 @@ def _fit(source: Source, picture: FrameConverter, frames: int, fit: Fit) -> bool
     return True
 
 
-def _check_memory(source: Source, picture: FrameConverter, total: int | None) -> None:
+def _check_memory(source: Source, picture: FrameConverter, total: int | None, most: float = math.inf) -> None:
     height, width = picture.shape(source.height, source.width)
-    need, free = (total or 0) * 3 * height * width, free_host_bytes()
+    need, free = (total or 0) * 3 * height * width, min(most, free_host_bytes())
     if need > free:
         raise VideoError(
             f"{total} frames of {width}x{height} from {source.name} need {need / 2**30:.1f} GiB and "

@@ -40,7 +40,8 @@ class Limits:
     memory_bytes    bytes of all streams, on all devices and disks
     saves           saved streams of one caller, and `saved_bytes` of them; under Ray the same limits hold once more for its
                     open streams on all replicas
-    sockets         WebSockets of one caller, or of an address before keys come; `message_bytes` of one message, and of all frames that wait
+    sockets         WebSockets of one caller, or of an address before its key comes; `message_bytes` of one message, and of
+                    all frames that wait
     calls           concurrent questions and calls with frames on one caller's streams; more wait
     kept            videos cached for the next question, of `kept_bytes` in all
     thumbnails      thumbnails of one stream

@@ -261,7 +261,7 @@ def sample_video(
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Video:
     """Decode frames of a video source: `frames` evenly spaced, `fps` per second, or as the model's own processor samples.
-    Raises `Refused` before decoding for one that exceeds `limits`."""
+    Raises `Refused` or `VideoError` before decoding for one that exceeds `limits`."""
     if frames is not None and frames > limits.frames:
         raise Refused(413, f"frames: {frames} is more than the {limits.frames} that this server takes.")
     if source.data:
@@ -279,6 +279,7 @@ def sample_video(
                 raise Refused(413, f"the video lasts {seconds:.0f} s, more than {limits.video_seconds:g}.")
         many = None if fps is None else limits.frames
         how: dict[str, Any] = {"options": options, "progress": progress, "max_side": 4096}
+        how["max_bytes"] = limits.decoded_bytes
         taken = read_sampled_video(
             processor, path, fps=fps, frames=frames, max_frames=many, faster=fps is None, **how
         )

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from mmaccel.core.recipe import Recipe
+from mmaccel.media.video import FrameConverter
 from mmaccel.serve import sources
 from mmaccel.serve.admission import AdmissionController, StreamUsageCounts
 from mmaccel.serve.engine import DEVICE_SHARE, Engine
 from mmaccel.serve.kept import Thumbnails
 from mmaccel.serve.settings import Limits, Refused, Settings
 from tests.media.films import answering, write_film
-from tests.serve.conftest import SESSIONS, SMALL, Served, jpegs, running, text, video
+from tests.serve.conftest import SESSIONS, SMALL, Served, jpegs, mp4_url, running, text, video
 
 
 def bomb(side: int = 4096) -> bytes:
@@ -42,6 +43,14 @@ def test_frames_that_are_too_large_together_are_not_decoded(
     assert told.status_code == 413 and "decoded" in told.text
     told = client.post(f"{stream}/frames", json={"frames": many})
     assert told.status_code == 413 and "decoded" in told.text
+
+
+def test_a_film_that_is_too_large_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    film = mp4_url(write_film(tmp_path / "film.mp4", 20))
+    monkeypatch.setattr(FrameConverter, "convert", Mock(side_effect=AssertionError("it was decoded")))
+    with running(Settings(limits=Limits(decoded_bytes=10_000))) as served:
+        told = served.chat([video(film), text()], mmaccel={"frames": 10})
+    assert told.status_code == 400 and "10 frames of" in told.text and "need" in told.text
 
 
 def test_sources_of_a_request_share_its_room() -> None:

@@ -140,7 +140,7 @@ class RequestCheckMiddleware:
                 await self._app(scope, self._capped(receive, held), with_headers)
         except asyncio.CancelledError:
             # uvicorn cancels what still runs when it stops, and would log each stack.
-            with suppress(RuntimeError):  # the response has begun
+            with suppress(RuntimeError, OSError):  # the response has begun
                 await error_response(503, "the server stops; send this again.")(scope, receive, with_headers)
         finally:
             self._held -= held[0]

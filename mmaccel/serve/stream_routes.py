@@ -56,10 +56,13 @@ async def open_stream(
 ) -> dict[str, Any]:
     """Open a stream, or resume a saved one (`resume`)."""
     stream = await streams.open(body or SessionRequest(), asks)
-    told = await stream_json(stream)
-    if await request.is_disconnected():  # nobody knows its id
-        await streams.close(stream, forget=True)
-        raise Refused(499, "the client has gone.")
+    try:
+        told = await stream_json(stream)
+        if await request.is_disconnected():
+            raise Refused(499, "the client has gone.")
+    except BaseException:
+        await streams.close(stream, forget=True)  # nobody knows its id
+        raise
     return told
 
 

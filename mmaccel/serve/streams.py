@@ -104,11 +104,11 @@ class Streams:
     def _own(self) -> int:
         return sum(one.kept.total_bytes() for one in list(self._open.values()))
 
-    def _check_room(self, more: int = 1) -> None:
-        """Raise `Refused` where streams with `more` bytes than now would hold more than they may."""
-        if self._own() + more > self.limits.memory_bytes:
+    def _check_room(self, more: int = 0) -> None:
+        """Raise `Refused` where streams hold all that they may, or would with `more` bytes of a new one."""
+        if self._own() + max(more, 1) > self.limits.memory_bytes:
             told = f"the streams hold the {self.limits.memory_bytes} bytes that they may; close one."
-            raise Refused(503 if more > 1 else 429, told, "no_room")
+            raise Refused(503 if more else 429, told, "no_room")
 
     @asynccontextmanager
     async def hold_call(self, stream: Stream) -> AsyncIterator[None]:

@@ -26,6 +26,8 @@ from mmaccel.serve.settings import Refused, Settings, is_loopback
 log = logging.getLogger("mmaccel.serve")
 CHECK_S = 0.5
 """Seconds between two looks at whether a client is still there."""
+COMMAS = 1 << 19
+"""Commas of a body at most: to read JSON of more values would hold up all other requests."""
 Done = TypeVar("Done")
 OPEN = ("/", "/health", "/page/")
 """Paths that need no key; one that ends in a slash is open with all below it."""
@@ -167,22 +169,25 @@ class RequestCheckMiddleware:
 
     def _capped(self, receive: Receive, held: list[int]) -> Receive:
         """`receive` with the caps on a body; `held` [1] counts its bytes."""
-        limits, done = self._settings.limits, False
+        limits, done, commas = self._settings.limits, False, 0
         end = time.monotonic() + limits.body_seconds
 
         async def capped() -> Message:
-            nonlocal done
+            nonlocal done, commas
             if done:  # what comes now is the end of the connection
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), max(0.01, end - time.monotonic()))
             except TimeoutError:
                 raise HTTPException(408, f"the body did not come within {limits.body_seconds:g} s.") from None
-            size = len(message.get("body", b""))
+            size = len(piece := message.get("body", b""))
+            commas += piece.count(b",")
             held[0] += size
             self._held += size
             if held[0] > limits.body_bytes:
                 raise HTTPException(413, f"the body has more than {limits.body_bytes} bytes; send less.")
+            if commas > COMMAS:
+                raise HTTPException(413, f"the body has more than {COMMAS} commas; send fewer values.")
             if self._held > limits.bodies_bytes:
                 raise HTTPException(503, "the requests under way are too large together; try again later.")
             done = not message.get("more_body", False)

@@ -203,6 +203,12 @@ def test_the_first_error_ends_the_check_of_a_body(body: dict[str, Any]) -> None:
     assert caught.value.error_count() == 1 and time.process_time() - began < 0.5
 
 
+def test_a_body_of_too_many_values_is_not_read(client: Any, stream: str) -> None:
+    body = b'{"times": [0' + b",0" * 600_000 + b"]}"
+    answer = client.post(f"{stream}/frames", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413 and "send fewer values" in answer.text
+
+
 @pytest.mark.parametrize(
     ("body", "told"),
     [

@@ -193,14 +193,9 @@ class StreamConnection:
         def told(change: AnswerChange) -> None:
             asyncio.run_coroutine_threadsafe(tell(change), loop)
 
-        how: dict[str, Any] = {
-            "every": asked.every,
-            "last": asked.last,
-            "says": asked.says,
-            "max_new_tokens": asked.max_tokens,
-        }
-        # In a thread, which turns the question into tokens.
-        self._standing[asked.id] = await run_in_thread(partial(session.on, asked.question, told, **how))
+        how = asked.model_dump(include={"every", "last", "says"})
+        on = partial(session.on, asked.question, told, max_new_tokens=asked.max_tokens, **how)
+        self._standing[asked.id] = await run_in_thread(on)  # it turns the question into tokens
 
     async def _frame(self, data: bytes, time: float | None) -> None:
         held = sum(len(one) for one, _ in self._frames) + len(data)

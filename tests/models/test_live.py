@@ -292,6 +292,57 @@ def test_an_error_ends_it_with_a_word() -> None:
             session.watch(film(2), fps=2.0)
             standing._thread.join(20)
         assert isinstance(standing.failed, ZeroDivisionError)
+        with pytest.raises(ModelError, match="call: None; give a function"):
+            session.on(WHERE, None)  # type: ignore[arg-type]
+        with pytest.raises(ModelError, match="max_new_tokens: 0"):
+            session.on(WHERE, print, max_new_tokens=0)
+
+
+def test_its_end_is_told_and_it_is_kept_no_longer() -> None:
+    """`fails` gets the error in place of a warning; one that failed or was cancelled is no part of the session."""
+    told = list[Exception]()
+    with open_session("tiny-ov", KV) as session:
+        wrong = Mock(side_effect=ZeroDivisionError("no"))
+        ended = [session.on(WHERE, wrong, max_new_tokens=1, fails=told.append), session.on(WHERE, print)]
+        ended[1].cancel()
+        session.watch(film(2), fps=2.0)
+        until(lambda: not session._standing)
+        assert told == [ended[0].failed] and ended[1].failed is None
+
+
+def test_a_change_has_the_seconds_that_its_answer_saw() -> None:
+    """Frames that came while it waited for its turn are in it, and in its seconds; what was due meanwhile is counted."""
+    told = list[AnswerChange]()
+    with open_session("tiny-ov", KV) as session:
+        standing = session.on(WHERE, told.append, every=EVERY, max_new_tokens=1)
+        with session._asking.hold():  # as while another question is read
+            for frame in film(7).split(1):
+                session.watch(frame, fps=2.0)
+                until(lambda: standing._due is not None)
+        until(lambda: bool(told))
+        assert [one.seconds for one in told] == [3.0] and standing.skipped == 3
+        assert max(one.seconds for one in told[0].answer.evidence) == 3.0
+
+
+def test_a_session_closes_behind_its_standing_questions() -> None:
+    """A whole answer is told, with its evidence, and no thread is left in the model; also where `call` itself closes it."""
+    told, held = list[AnswerChange](), threading.Event()
+
+    def slowly(change: AnswerChange) -> None:
+        held.set()
+        time.sleep(0.1)
+        told.append(change)
+
+    with open_session("tiny-ov", KV) as session:
+        standing = session.on(WHERE, slowly, max_new_tokens=1)
+        session.watch(film(2), fps=2.0)
+        assert held.wait(20)
+    assert len(told) == 1 and told[0].answer.evidence and not standing._thread.is_alive()
+    with open_session("tiny-ov", KV) as session:
+        closing = session.on(WHERE, lambda change: session.close(), max_new_tokens=1)
+        session.watch(film(2), fps=2.0)
+        closing._thread.join(20)
+        assert session._closed and closing.failed is None
 
 
 @pytest.mark.parametrize("kv", TIGHT)
@@ -319,24 +370,26 @@ async def test_a_coroutine_is_awaited_in_the_loop() -> None:
 
 @in_a_loop
 async def test_what_was_found_before_the_close_is_told() -> None:
-    """Also where the close comes while its evidence is worked out, and where telling it takes a while."""
+    """Also where telling it takes a while."""
     told, found = list[str](), threading.Event()
 
     async def slowly(change: AnswerChange) -> None:
+        found.set()
         await asyncio.sleep(0.2)
         told.append(change.answer.text)
 
     async with mmaccel.AsyncVideoSession(*pair("tiny-ov"), None, kv=KV) as session:
-        ask = session.session.ask
-
-        def asked(*args: Any, evidence: bool = True, **how: Any) -> Any:
-            if evidence:
-                found.set()
-                time.sleep(0.1)  # the close comes meanwhile
-            return ask(*args, evidence=evidence, **how)
-
-        session.session.ask = asked  # type: ignore[method-assign]
         session.on(WHERE, slowly, max_new_tokens=2)
         await session.watch(film(3), fps=2.0)
         assert await asyncio.to_thread(found.wait, 20)
     assert told and told[0]
+
+
+@in_a_loop
+async def test_a_failure_is_told_in_the_loop() -> None:
+    async with mmaccel.AsyncVideoSession(*pair("tiny-ov"), None, kv=KV) as session:
+        came: asyncio.Queue[Exception] = asyncio.Queue()
+        session.session._answer = Mock(side_effect=ModelError("no"))  # type: ignore[method-assign]
+        session.on(WHERE, print, fails=came.put)
+        await session.watch(film(1), fps=2.0)
+        assert str(await asyncio.wait_for(came.get(), 20)) == "no"

@@ -364,7 +364,7 @@ class FrameIntake:
                     info.timed_texts = merge_timed_lines(info.timed_texts, new)
                     told = clip.frames[some], shown[some], clip.fps, live.info.timed
                     live.draft_stream.add_frames(*told, how == "ingest")
-            for one in self._standing:
+            for one in list(self._standing):
                 one.notify_frames()
             moves.report_frames_read(clip, done, through)
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,8 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 from mmaccel.core.streams.fair_lock import WAIT_S
 from mmaccel.core.streams.intake import How
-from mmaccel.core.streams.session import Messages, VideoSession
+from mmaccel.core.streams.parts import Messages
+from mmaccel.core.streams.session import VideoSession
 from mmaccel.core.streams.sources import Tell
 from mmaccel.core.streams.standing import AnswerChange, StandingQuestion
 
@@ -189,18 +191,27 @@ class AsyncVideoSession:
 
         return AsyncReply(work, deadline)
 
-    def on(self, question: str, call: Callable[[AnswerChange], Any], **how: Any) -> StandingQuestion:
-        """Ask `question` again while frames come; run `call` (async or not) in the event loop when the answer changes."""
+    def on(
+        self,
+        question: str,
+        call: Callable[[AnswerChange], Any],
+        *,
+        fails: Callable[[Exception], Any] | None = None,
+        **how: Any,
+    ) -> StandingQuestion:
+        """Ask `question` again while frames come; run `call` (async or not) in the event loop when the answer changes, and
+        `fails` likewise when an error ends it."""
         loop = asyncio.get_running_loop()
 
-        def begin(turn: AnswerChange) -> None:
-            self._calls.add(task := loop.create_task(call(turn)))
+        def begin(call: Any, told: Any) -> None:
+            self._calls.add(task := loop.create_task(call(told)))
             task.add_done_callback(self._calls.discard)
 
-        def tell(turn: AnswerChange) -> None:
-            loop.call_soon_threadsafe(begin if asyncio.iscoroutinefunction(call) else call, turn)
+        def in_loop(call: Any) -> Any:
+            run = partial(begin, call) if asyncio.iscoroutinefunction(call) else call
+            return partial(loop.call_soon_threadsafe, run) if callable(call) else call
 
-        return self.session.on(question, tell, **how)
+        return self.session.on(question, in_loop(call), fails=in_loop(fails), **how)
 
     async def tell(
         self, text: str | Sequence[Any], at: float | None = None, until: float | None = None
@@ -219,11 +230,7 @@ class AsyncVideoSession:
     async def close(self) -> None:
         """End all calls, and release what the stream holds. Answer changes that standing questions (`on`) have found are
         reported first: it waits for their `call`, except for a `call` that itself closes the session."""
-        for one in (standing := self.session._standing):
-            one.stop()
         self.session.cancel()
-        for one in standing:
-            await run_in_thread(one.wait_until_reported)
         await run_in_thread(self.session.close)
         self._calls.discard(asyncio.current_task())
         while self._calls:

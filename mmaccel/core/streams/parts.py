@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +16,16 @@ from mmaccel.core.memory.kv import Stream, StreamState
 
 Moment = tuple[int, Sequence[float]]
 """Of a unit of a stream: the number of its first frame, and the seconds at which its frames were shown."""
+Messages = Sequence[Mapping[str, Any]]
+Between = tuple[float, float] | Callable[[float], tuple[float, float] | None] | None
+"""The seconds that a question is about; or what gives them, called with the stream's last second when its turn has come."""
+
+
+def as_messages(question: str | Messages) -> Messages:
+    """Return `question` as messages: a text or content pieces become one user message; messages are returned unchanged."""
+    if isinstance(question, str) or not question or "role" not in question[0]:
+        return [{"role": "user", "content": question}]
+    return question
 
 
 @dataclass(frozen=True, eq=False)

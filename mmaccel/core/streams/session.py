@@ -20,19 +20,11 @@ from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
 from mmaccel.core.streams.asking import run_question
 from mmaccel.core.streams.intake import AT_ONCE, FrameIntake
+from mmaccel.core.streams.parts import Between, Messages, as_messages
 from mmaccel.core.streams.sources import Tell
 from mmaccel.core.streams.standing import AnswerChange, StandingQuestion
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.core.streams.timed_text import make_timed_text, merge_timed_lines, read_timed_lines
-
-Messages = Sequence[Mapping[str, Any]]
-
-
-def as_messages(question: str | Messages) -> Messages:
-    """Return `question` as messages: a text or content pieces become one user message; messages are returned unchanged."""
-    if isinstance(question, str) or not question or "role" not in question[0]:
-        return [{"role": "user", "content": question}]
-    return question
 
 
 class VideoSession(FrameIntake):
@@ -214,7 +206,7 @@ class VideoSession(FrameIntake):
         deadline: Deadline,
         evidence: bool = True,
         chat: bool = False,
-        between: tuple[float, float] | None = None,
+        between: Between = None,
         **settings: Any,
     ) -> Callable[[Callable[[str], None] | None], Answer]:
         """What answers a question when it is called, with what gets the pieces of text; see `ask`."""
@@ -239,7 +231,7 @@ class VideoSession(FrameIntake):
         evidence: bool,
         deadline: Deadline,
         chat: bool,
-        between: tuple[float, float] | None,
+        between: Between,
         settings: Mapping[str, Any],
         put: Callable[[str], None] | None,
     ) -> Answer:
@@ -256,6 +248,8 @@ class VideoSession(FrameIntake):
             ):
                 said = [*self.history, *as_messages(question)] if chat else question
                 live = self._check(said)
+                if callable(between):
+                    between = between(self.seconds)
                 with run_question(live, said, most, evidence, deadline, True, settings, between) as turn:
                     alone = chat or live.pruned or self.recipe.draft.active
                     if turn.shares and live.state.several and not alone:
@@ -286,20 +280,24 @@ class VideoSession(FrameIntake):
         last: float | None = None,
         says: str | None = None,
         max_new_tokens: int = 16,
+        fails: Callable[[Exception], object] | None = None,
     ) -> StandingQuestion:
         """Ask `question` again and again while frames come, and run `call` with an `AnswerChange` when its answer changes.
 
         every  seconds of the stream between two questions at least; one that is due during the previous answer is skipped
         last   ask only about the last so many seconds; None: about all frames
         says   run `call` only when the answer begins to contain this text ("yes"), and the previous one did not
+        max_new_tokens  most tokens of an answer; raise it where 16 cut an answer off
+        fails  run with the error that ends the question (of the model, or of `call`), instead of a warning
 
         `call` runs in a thread of its own, as the questions do; frames do not wait for it. `StandingQuestion.cancel` ends
-        it, and so does `close`. Raises `ModelError` for an invalid question.
+        it, and so does `close`, which waits for a running `call`. Raises `ModelError` for an invalid question.
         """
-        self._stream_adapter.question_ids(question)
-        given = {"every": every, "last": last, "says": says, "most": max_new_tokens}
-        self._standing.append(one := StandingQuestion(self, question, call, **given))  # type: ignore[arg-type]
-        return one
+        with self._working():
+            self._stream_adapter.question_ids(question)
+        return StandingQuestion(
+            self, question, call, every=every, last=last, says=says, most=max_new_tokens, fails=fails
+        )
 
     def __len__(self) -> int:
         return self.frames
@@ -379,10 +377,13 @@ class VideoSession(FrameIntake):
                 before.close()
 
     def close(self) -> None:
-        """Close the session and release what its stream holds; a second call does nothing."""
+        """Close the session and release what its stream holds; a second call does nothing. Changes that standing questions
+        (`on`) have found are reported first; answers of theirs that are not whole are dropped."""
         self._asking.check_not_answering()
-        for one in self._standing:
-            one.cancel()
+        for one in (standing := list(self._standing)):
+            one.stop()
+        for one in standing:
+            one.wait_until_reported()
         with self._stream.hold(), self._asking.hold(), self._stream_adapter.turns.hold():
             if self._live is not None:
                 self._live.close()

@@ -16,6 +16,7 @@ from weakref import finalize
 
 import torch
 from torch import Tensor, nn
+from transformers import TemperatureLogitsWarper
 from transformers.cache_utils import Cache
 
 from mmaccel.core.adapter import Columns
@@ -35,6 +36,9 @@ STATEFUL = {
 }
 """Processors of transformers that remember what they were asked, token by token, and the arguments that they are made of: a
 draft asks about tokens that are refused, too, and about the same place twice."""
+
+COLDEST = 1e-30
+"""The lowest temperature that scores are divided by: the likeliest token has all probability, as by any lower one."""
 
 
 class CachedDraftState:
@@ -309,6 +313,11 @@ class SamplingDistribution:
 
     processors: Any
     sample: bool
+
+    def __post_init__(self) -> None:
+        for one in self.processors or ():
+            if isinstance(one, TemperatureLogitsWarper):  # scores by less are infinite, and no probabilities
+                one.temperature = max(one.temperature, COLDEST)
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         scores = check_single_row("logits_processor", self.processors(ids[None], logits[None].float()))[0]

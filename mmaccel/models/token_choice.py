@@ -125,9 +125,15 @@ class JSONSchemaLogitsProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         ids = input_ids[0, self._start :].tolist()
-        if not self._ends.isdisjoint(ids) or not self._follow(ids):
-            return scores  # behind an end, or what is refused: this is not looked at
-        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        if not self._ends.isdisjoint(ids):
+            return scores  # behind an end: this is not looked at
+        follows = self._follow(ids)
+        mask = self._matcher.compute_bitmask() if follows else b""
+        if self._matcher.is_error():  # it met a limit of its own, and would let everything through
+            raise schema_error(self._matcher.get_error())
+        if not follows:
+            return scores  # nor is this behind what is refused
+        bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
         allowed = (bits[:, None] >> torch.arange(8)).bitwise_and_(1).flatten().bool()
         allowed = torch.nn.functional.pad(allowed, (0, max(0, scores.shape[-1] - len(allowed))))
         return scores.masked_fill(~allowed[: scores.shape[-1]].to(scores.device), -torch.inf)
@@ -210,8 +216,13 @@ def _matcher(tokenizer: str, vocabulary: int, ends: tuple[int, ...], schema: str
     thread.join()
     fault = made[0] if made else "it could not be read"
     if isinstance(fault, str):
-        raise ModelError(f"schema: {fault.strip().splitlines()[0].rstrip('.')}; give one that can be kept.")
+        raise schema_error(fault)
     return fault
+
+
+def schema_error(fault: str) -> ModelError:
+    """Return the error for a schema that cannot be kept, with llguidance's reason."""
+    return ModelError(f"schema: {fault.strip().splitlines()[0].rstrip('.')}; give one that can be kept.")
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> set[int]:

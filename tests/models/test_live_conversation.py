@@ -104,6 +104,8 @@ def test_settings_are_those_of_generate() -> None:
         assert one.ids == two.ids != plain.ids
         assert session.ask(QUESTION, 12, **{**drawn, "seed": 5}).ids != one.ids
         assert session.ask(QUESTION, 12, do_sample=True, top_k=1).ids == plain.ids
+        for coldest in (1e-40, 1e-300):  # scores divided by it are infinite
+            assert session.ask(QUESTION, 12, do_sample=True, temperature=coldest).ids == plain.ids
         unlike = session.ask(QUESTION, 12, no_repeat_ngram_size=1)
         assert len(set(unlike.ids)) == len(unlike.ids) == 12
         only = session.ask(QUESTION, 5, prefix_allowed_tokens_fn=lambda batch, ids: [7, 9])
@@ -229,6 +231,16 @@ def test_without_the_library_a_sentence_says_what_to_install(monkeypatch: pytest
             ModelError, match=r"it needs llguidance; install it with pip install 'mmaccel\[json\]'"
         ):
             session.ask(QUESTION, 4, schema={"type": "object"})
+
+
+@pytest.mark.parametrize("draft", ["off", "prompt_lookup"])
+def test_a_schema_that_meets_a_limit_is_refused(library: Any, draft: str) -> None:
+    """Where llguidance gives up in the middle of an answer, the answer ends with an error: nothing of it is free."""
+    schema = {"type": "string", "pattern": "^(a?){3000}a{3000}$"}
+    with open_session("tiny-ov", REKV, 4, draft={"name": draft}) as session:
+        with pytest.raises(ModelError, match="schema: .*too many expressions"):
+            session.ask(QUESTION, 8, schema=schema)
+        assert session.ask(QUESTION, 4).ids
 
 
 def test_a_schema_as_deep_as_one_may_be_ends_no_process(library: Any) -> None:

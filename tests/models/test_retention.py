@@ -68,10 +68,8 @@ def test_what_is_old_is_gone_as_if_the_question_left_it_out(kv: str) -> None:
 @pytest.mark.parametrize("kv", KEEPERS)
 def test_evidence_is_of_what_is_kept_and_a_pin_stays(kv: str) -> None:
     with open_session("random-ov", {**KEEPERS[kv], "keep_seconds": KEEP}) as session:
-        with pytest.raises(ModelError, match="pin: the session has seen no frame"):
-            session.pin(1.0, 2.0)
+        session.pin(1.0, 2.0)  # before any frame
         session.watch(film(COUNT)[:10], fps=FPS)
-        session.pin(1.0, 2.0)
         session.pin(12.0, 12.5)  # to come
         session.watch(film(COUNT)[10:], fps=FPS)
         session.watch(film(COUNT)[:1])
@@ -89,6 +87,8 @@ def test_evidence_is_of_what_is_kept_and_a_pin_stays(kv: str) -> None:
             session.unpin(1.0, 2.0)
         with pytest.raises(ModelError, match=r"pin: 2\.0 to 1\.0; give"):
             session.pin(2.0, 1.0)
+        with pytest.raises(ModelError, match="pin: 'a' to 2; give two numbers"):
+            session.pin("a", 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kv", KEEPERS)
@@ -114,6 +114,7 @@ def test_it_lasts_through_a_save_and_lets_go_afterwards(kv: str, tmp_path: Path)
             assert held(again) == held(session)
             assert held(again)[:3] == [LAST - 5.0, LAST - 4.5, LAST - 4.0]
             assert torch.equal(first(again), first(session))
+            again.unpin(LAST - 5.0, LAST - 4.0)
 
 
 def test_frames_that_come_within_an_answer_take_nothing_from_it() -> None:

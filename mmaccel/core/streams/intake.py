@@ -116,12 +116,11 @@ class FrameIntake:
     _closed = _changed = False
 
     def __init__(self) -> None:
-        self._source, self._stream = FairLock(), FairLock()
+        self._source, self._stream, self._cancelled = FairLock(), FairLock(), threading.Event()
         self._asking = QuestionLock(self._let_go_between_answers)
-        self._cancelled = threading.Event()
         self.events: deque[StreamEvent] = deque(maxlen=1000)
         """What befell sources that are reconnected, and what the memory let go of; the last ones."""
-        self._standing: list[StandingQuestion] = []
+        self._standing, self._pins = list[StandingQuestion](), list[tuple[float, float]]()
         self._feeds: dict[Deadline, int] = {}  # calls that take in frames, and their threads
 
     @property
@@ -384,6 +383,7 @@ class FrameIntake:
             parts = self._stream_adapter, self._kv, self.recipe.chunk, clip.frames, clip.fps
             with self._turn():
                 self._live = StreamRunner.start_stream(*parts, timed)
+                self._live.info.pins = self._pins
                 self._live.draft_stream = self._open_draft_stream()
         return self._live
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.attach import StreamAdapter, adapter_for, stream_attention_config
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS, Answer, CallEnded, Deadline, StreamedAnswer
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, quoted
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.streams import session_io
@@ -345,23 +346,20 @@ class VideoSession(FrameIntake):
     def pin(self, begin: float, end: float) -> None:
         """Keep frames shown from `begin` to `end`, in seconds of the stream, past or future, even if the memory forgets
         others for age or lack of room (`keep_seconds`, spill "drop_oldest"), until `unpin`. Saved with the stream."""
-        self._pins(begin, end).append((float(begin), float(end)))
+        self._pins.append(self._stretch("pin", begin, end))
 
     def unpin(self, begin: float, end: float) -> None:
         """Undo a `pin` of the same stretch of seconds."""
-        pins = self._pins(begin, end)
-        if (begin, end) not in pins:
-            raise ModelError(
-                f"unpin: nothing is pinned from {begin:g} to {end:g} s; give the seconds of a pin."
-            )
-        pins.remove((begin, end))
+        if (stretch := self._stretch("unpin", begin, end)) not in self._pins:
+            raise ModelError(f"unpin: nothing is pinned from {begin:g} to {end:g} s; give those of a pin.")
+        self._pins.remove(stretch)
 
-    def _pins(self, begin: float, end: float) -> list[tuple[float, float]]:
-        if not -math.inf < begin <= end < math.inf:
-            raise ModelError(
-                f"pin: {begin!r} to {end!r}; give two numbers of seconds, the earlier one first."
-            )
-        return self._opened("pin").info.pins
+    def _stretch(self, call: str, begin: float, end: float) -> tuple[float, float]:
+        with suppress(TypeError), self._working():  # of what is no number
+            if -math.inf < begin <= end < math.inf:
+                return float(begin), float(end)
+        told = f"{quoted(begin)} to {quoted(end)}"
+        raise ModelError(f"{call}: {told}; give two numbers of seconds, the earlier one first.")
 
     def save(self, path: str | Path) -> None:
         """Write the stream into the folder `path` (safetensors and JSON), atomically replacing a session saved there."""
@@ -373,6 +371,7 @@ class VideoSession(FrameIntake):
         with self._working(self._stream, self._asking):
             given = self._stream_adapter, self.recipe, self._kv, self._open_draft_stream
             before, self._live = self._live, session_io.load_session(Path(path), *given)
+            self._pins = self._live.info.pins
             if before is not None:
                 before.close()
 

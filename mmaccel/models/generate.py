@@ -120,23 +120,25 @@ def generate(attachment: ModelAttachment, *args: Any, **kwargs: Any) -> Any:
     """
     kwargs = bind_args(attachment.generate, args, kwargs)
     seconds = attachment.get_generate_option("max_time", kwargs)
-    if not seconds or seconds < 0:
+    deadline = getattr(attachment.owner.seat, "deadline", None)
+    if deadline is None and (not seconds or seconds < 0):
         return _untimed(attachment, kwargs)
     cache = kwargs.get("past_key_values")
     before = (cache.sequence, cache.state.length()) if isinstance(cache, KVCache) else None
     outer = getattr(attachment.running, "deadline", None)
-    attachment.running.deadline = Deadline(seconds)
+    attachment.running.deadline = deadline or Deadline(seconds)
     try:
         return _untimed(attachment, kwargs)
-    except CallEnded:
+    except CallEnded as end:
         if isinstance(cache, KVCache) and before is not None:
             # A memory that forgets may not reach back so far; the next call then says so itself.
             with suppress(ModelError):
                 cache.crop(before[1] - cache.get_seq_length())
                 cache.sequence = before[0]
-        warn(
-            "max_time: the time ran out before the prompt was read, so no token was generated; give more seconds."
-        )
+        if end.reason == "timeout":
+            warn(
+                "max_time: the time ran out before the prompt was read: no token was generated; give more seconds."
+            )
         return _nothing(attachment, kwargs)
     finally:
         attachment.running.deadline = outer

@@ -89,7 +89,7 @@ class ModelAttachment(AttachmentBase):
         if self.states:
             hook_deltanet(hooks, self.states.values())
         # Inside a pruner that listens to the tower: it hears of all frames at once.
-        modules.install_batched_tower(hooks, family, model, context=self.owner.context)
+        modules.install_batched_tower(hooks, family, model, True, self.owner.context, self.generate_time_left)
         if recipe.prune is not None and recipe.kv.sequences:
             self.pruning = PrefillTokenPruning(hooks, model, family, recipe.prune, self.depth)
             self._pruned: Any = torch.compiler.disable(self.pruning.forward)
@@ -290,7 +290,8 @@ class ModelAttachment(AttachmentBase):
             layout=layout,
             start=start,
             later=start > 0,
-            prefill=not note.verify and (count > 1 or start == 0),
+            prefill=(reads := not note.verify and (count > 1 or start == 0)),
+            check=self.owner.seat.check if reads and self.owner.seat is not None else None,
             branches=note.branches,
             probes=note.probes,
             images=note.images,
@@ -372,8 +373,7 @@ class ModelAttachment(AttachmentBase):
     def _piece(
         self, run: ForwardPass, kwargs: dict[str, Any], begin: int, end: int
     ) -> tuple[ForwardPass, dict[str, Any]]:
-        """The pass over new columns ``begin .. end`` of `run`, and its arguments; raises `CallEnded` where the time is
-        up."""
+        """The pass over new columns ``begin .. end`` of `run`, and its arguments; raises `CallEnded` out of time."""
         self.generate_time_left()
         return run.slice_new_columns(begin, end), slice_inputs(kwargs, slice(begin, end), run.start)
 

@@ -200,18 +200,24 @@ def batched_tower(family: Any, model: nn.Module, fuse: bool = True) -> Iterator[
 
 
 def install_batched_tower(
-    hooks: Hooks, family: Any, model: nn.Module, fuse: bool = True, context: Any = None
+    hooks: Hooks,
+    family: Any,
+    model: nn.Module,
+    fuse: bool = True,
+    context: Any = None,
+    check: Callable[[], object] = lambda: None,
 ) -> None:
     """Make the model's vision tower encode at most `PATCHES` patches a call, batch attention windows of equal length and, if
     `fuse`, use fused kernels. A tower already set up so is left unchanged. `context`: the `ContextGroup` over whose
-    processes the calls are spread; None: this process makes all."""
+    processes the calls are spread; None: this process makes all. Before each call, unless
+    several processes make them, `check` is called."""
     multimodal = family.multimodal(model)
     # Here, not where it is written: what compiles is imported by that, when a model is there.
     joined = torch.compiler.disable(_joined, recursive=False)
     for kind, name in METHODS.items():
         encode = getattr(multimodal, name, None)
         if encode is not None and not getattr(encode, "by_parts", False):
-            ours = hooks.wrap(multimodal, name, _encode, family, model, kind, joined, context)
+            ours = hooks.wrap(multimodal, name, _encode, family, model, kind, joined, context, check)
             ours.by_parts = True  # type: ignore[attr-defined]
     for name, method in family.replaced_methods.items():
         if name not in vars(multimodal):
@@ -223,7 +229,15 @@ def install_batched_tower(
 
 
 def _encode(
-    family: Any, model: nn.Module, kind: int, joined: Any, context: Any, whole: Any, *args: Any, **kwargs: Any
+    family: Any,
+    model: nn.Module,
+    kind: int,
+    joined: Any,
+    context: Any,
+    check: Callable[[], object],
+    whole: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """What the tower's method gives: in parts where there are many patches and nothing but their features is asked for."""
     given, name = bind_args(whole, args, kwargs), next(iter(inspect.signature(whole).parameters))
@@ -240,7 +254,8 @@ def _encode(
     trained = torch.is_grad_enabled() and any(p.requires_grad for one in outside for p in one.parameters())
     if states or trained or given.get("return_dict") is False or not bare.isdisjoint(WHOLE):
         return whole(*args, **kwargs)
-    return joined(family, model, kind, whole, name, given, most, context.run_sharded if context else map)
+    run_sharded = context.run_sharded if context else functools.partial(_checked_map, check)
+    return joined(family, model, kind, whole, name, given, most, run_sharded)
 
 
 def _joined(
@@ -258,6 +273,14 @@ def _joined(
         model, kind, given[pixels], others, most, functools.partial(run_sharded, encode)
     )
     return type(made[0])(**deepstack.split_tower_deepstack(joined, made[0]))
+
+
+def _checked_map(
+    check: Callable[[], object], work: Callable[[Any], Any], parts: Iterable[Any]
+) -> Iterator[Any]:
+    for part in parts:
+        check()
+        yield work(part)
 
 
 def fuse_tower(hooks: Hooks, family: Any, model: nn.Module) -> None:

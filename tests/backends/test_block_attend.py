@@ -342,6 +342,15 @@ def test_products_of_a_few_rows(rows: int, keys: int) -> None:
     assert float((got.double() - exact).abs().max()) <= allowed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_one_by_one_are_the_heads(dtype: torch.dtype) -> None:
+    """Bit for bit; the call may be ended before each."""
+    draw, turns = torch.Generator().manual_seed(1), list[None]()
+    query, key, value = (torch.randn(1, h, 1500, 16, generator=draw).to(dtype) for h in (4, 2, 2))
+    got = dense.attend_by_heads(lambda: turns.append(None), query, key, value, 0.25)
+    assert torch.equal(got, dense_attend(query, key, value, 0.25)) and len(turns) == 4
+
+
 @pytest.mark.parametrize("rows", [5, dense.SLICE, 2 * dense.SLICE + 9])
 def test_rows_in_slices_are_the_rows(rows: int) -> None:
     """Causal to the row, whatever comes before; and others may have their turn between two slices."""

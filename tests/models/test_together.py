@@ -1,6 +1,7 @@
 """Several sequences in one step: each gets what it gets alone, whoever comes and goes beside it."""
 
 import threading
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,7 +13,8 @@ import torch
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.batch import Batch, BatchSlot
-from mmaccel.models import step
+from mmaccel.core.decoding.generate import Deadline
+from mmaccel.models import modules, step
 from mmaccel.models.together import BatchedDecodeSteps, copy_sharing_weights, why_not_batchable
 from tests.models.tiny_random import PROMPTS, prompt
 from tests.models.tiny_random import model as tiny
@@ -196,6 +198,28 @@ def test_an_error_ends_one_call_alone(family, monkeypatch):
         found, _ = answers(model, name, batch, calls)
     assert sorted(one.__name__ for one in failed) == ["Full", "OutOfMemoryError"]
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True)) and len(batch) == 0
+
+
+@pytest.mark.parametrize("part", ["tower", "layers"])
+def test_a_call_that_is_cancelled_leaves_the_model_within_its_prompt(part, monkeypatch):
+    """Between two calls of the vision tower, or two layers; nothing is generated, and no warning blames the time."""
+    model, deadline, runs = BUILD["llava"](layers=3), Deadline(), []
+    inputs = prompt("llava", PROMPTS["video"])
+    monkeypatch.setattr(modules, "PATCHES", 1)
+    watched = model.model.vision_tower if part == "tower" else model.model.language_model.layers
+
+    def cancels(*_):
+        runs.append(None)
+        deadline.cancel()
+
+    for one in watched if part == "layers" else [watched]:
+        one.register_forward_hook(cancels)
+    with mmaccel.accelerate(model) as fast, warnings.catch_warnings(action="error"):
+        fast.seat = BatchSlot(Batch(), deadline=deadline)
+        assert torch.equal(fast.generate(**inputs, max_new_tokens=8), inputs["input_ids"])
+        assert len(runs) == 1
+        fast.seat = BatchSlot(Batch(), deadline=Deadline(1e6))
+        assert fast.generate(**inputs, max_new_tokens=2).shape[1] == inputs["input_ids"].shape[1] + 2
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ FEW = 16  # fewer rows than this are taken together for the heads of a group on 
 PRODUCTS = 128  # rows of a key head up to which float32 goes by two products on CUDA
 SUMS = 64  # parts of the second product
 WEIGHTS = 1 << 24  # attention weights in float32 that are in memory at a time
+LONG = 1 << 13  # rows from which `attend_by_heads` is worth its calls
 SLICE = 128  # rows that `attend_in_slices` attends to at a time
 MASK = 1 << 26  # most entries of such a mask, the heads of a group counted
 
@@ -379,3 +380,16 @@ def attend_in_slices(
         seen = slice(0, start + begin + some.shape[2])
         parts.append(dense_attend(some, key[:, :, seen], value[:, :, seen], scale, start + begin))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def attend_by_heads(
+    check: Callable[[], None], query: Tensor, key: Tensor, value: Tensor, scale: float, *shown: Any
+) -> Tensor:
+    """Compute attention [B, H, n, D] as `dense_attend`, one query head at a time. Before each it calls `check`, which may
+    end the call by an error: on a CPU a head of a long prompt takes seconds."""
+    parts, group = [], query.shape[1] // key.shape[1]
+    for head in range(query.shape[1]):
+        check()
+        one, own = slice(head, head + 1), slice(head // group, head // group + 1)
+        parts.append(dense_attend(query[:, one], key[:, own], value[:, own], scale, *shown))
+    return torch.cat(parts, 1)

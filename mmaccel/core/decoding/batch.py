@@ -20,7 +20,7 @@ from torch import Tensor
 from mmaccel.backends.ops.layer_ops import MOST
 from mmaccel.core.adapter import Runner
 from mmaccel.core.decoding.draft import DraftStep, resume_draft_steps
-from mmaccel.core.decoding.generate import Offer, Speculation
+from mmaccel.core.decoding.generate import Deadline, Offer, Speculation
 from mmaccel.core.prefill.attention import ForwardPass
 
 Wanted = tuple[Speculation, Runner, Tensor, Any]
@@ -276,13 +276,20 @@ class BatchSlot:
 
     generator  the call's random generator for sampling
     joined     called when the call's prompt is prefilled and its sequences join the batch
+    deadline   ends the call, also between the layers of its prompt; None: `max_time` does, less finely
     alone      why the call is decoded outside the batch; empty if it is not
     """
 
     batch: Batch
     generator: torch.Generator | None = None
     joined: Callable[[], object] = lambda: None
+    deadline: Deadline | None = None
     alone: str = field(default="", init=False)
+
+    @property
+    def check(self) -> Callable[[], None] | None:
+        """What raises `CallEnded` once the call must end; None without a deadline."""
+        return None if self.deadline is None else self.deadline.check
 
     def decode(self, sequences: Sequence[Speculation]) -> None:
         """Decode the call's `sequences` together with the others in the batch: see `Batch.run`."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import select
-from mmaccel.backends.ops.dense_attend import attend_in_slices, dense_attend
+from mmaccel.backends.ops.dense_attend import LONG, attend_by_heads, attend_in_slices, dense_attend
 from mmaccel.backends.ops.layer_ops import decode_attend
 from mmaccel.core.adapter import TokenTree
 from mmaccel.core.decoding.replay import COMPILE, LazilyCompiled
@@ -310,7 +310,10 @@ class ForwardPass(PrefillPass):
         asks = self.stream and self.later and window is None and query.device.type == "cpu"
         if asks and self.check is not None:
             return attend_in_slices(self.check, query, key, value, scale, start)
-        return dense_attend(query, key, value, scale, start, valid, view.sinks, window, view.column)
+        shown = scale, start, valid, view.sinks, window, view.column
+        if self.check is not None and rows >= LONG and query.device.type == "cpu":
+            return attend_by_heads(self.check, query, key, value, *shown)
+        return dense_attend(query, key, value, *shown)
 
     def _valid(self, view: KVView, some: slice = slice(None)) -> Tensor | None:
         """[b, N] bool: which keys of a view are no padding, of some sequences; None where no token is padding."""

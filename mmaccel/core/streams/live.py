@@ -196,7 +196,7 @@ class AsyncVideoSession:
         question: str,
         call: Callable[[AnswerChange], Any],
         *,
-        fails: Callable[[Exception], Any] | None = None,
+        fails: Any = None,
         **how: Any,
     ) -> StandingQuestion:
         """Ask `question` again while frames come; run `call` (async or not) in the event loop when the answer changes, and

@@ -359,6 +359,8 @@ def test_rows_in_slices_are_the_rows(rows: int) -> None:
         torch.randn(1, h, n, 16, generator=draw) for h, n in ((4, rows), (2, rows + 37), (2, rows + 37))
     )
     turns: list[None] = []
-    got = dense.attend_in_slices(lambda: turns.append(None), query, key, value, 0.25, 37)
-    assert (got - dense_attend(query, key, value, 0.25, 37)).abs().max() <= 1e-6
+    got = dense.attend_in_slices(lambda: turns.append(None), query, key, value, 0.25, 37, True)
+    whole = dense_attend(query, key, value, 0.25, 37)
+    assert (got - whole).abs().max() <= 1e-6
     assert len(turns) == -(-rows // dense.SLICE) - 1
+    assert torch.equal(dense.attend_in_slices(lambda: None, query, key, value, 0.25, 37, False), whole)

@@ -211,6 +211,23 @@ def test_an_ingestion_that_fails_or_is_cancelled_leaves_the_stream_as_it_was(kv:
             assert torch.allclose(logits(session), logits(other), atol=EQUAL)
 
 
+@pytest.mark.parametrize("kv", [kv for kv in ROOMY if kv != "no_cache"])  # which runs no layer
+def test_a_cancelled_ingestion_breaks_off_within_its_pass(kv: str) -> None:
+    """Behind the layer that runs: no other layer of the pass begins, and the stream is as it was."""
+    layers = list[int]()
+    with open_session("random-ov", ROOMY[kv], 9) as session:
+        before = logits(session)
+
+        def cancel(done: int, total: int | None) -> None:
+            layers.append(done)
+            session.cancel()
+
+        with pytest.warns(MmaccelWarning, match="ingest: it was cancelled; it took in 0 frames"):
+            assert session.ingest(film(25), progress=cancel) == 0
+        assert len(layers) == 1 and len(session) == 9 and torch.equal(logits(session), before)
+        assert session.ingest(film(25)) == 25
+
+
 def test_a_store_that_is_full_when_the_film_ends_leaves_the_stream_as_it_was() -> None:
     with open_session("random-ov", {**ROOMY["rekv"], "store": {"host_bytes": 0}}, 4) as session:
         before = logits(session)

@@ -367,16 +367,16 @@ def mean_attention_weights(
 
 
 def attend_in_slices(
-    check: Callable[[], None], query: Tensor, key: Tensor, value: Tensor, scale: float, start: int
+    check: Callable[[], None], query: Tensor, key: Tensor, value: Tensor, scale: float, start: int, fine: bool
 ) -> Tensor:
-    """Compute causal attention [B, H, n, D] as `dense_attend`, of query rows at columns from `start` on, `SLICE` rows at a
-    time. Between slices it calls `check`, which may run a new frame of a stream first: on a CPU, attention of a long
-    question takes longer than a frame."""
-    parts = []
-    for begin in range(0, query.shape[2], SLICE):
+    """Compute causal attention [B, H, n, D] as `dense_attend`, of query rows at columns from `start` on, `ROWS` rows at a
+    time, `fine`: `SLICE`. Between slices it calls `check`, which may run a new frame of a stream first, or end the call: on
+    a CPU, attention of a long question takes longer than a frame."""
+    parts, step = [], SLICE if fine else ROWS
+    for begin in range(0, query.shape[2], step):
         if begin:
             check()
-        some = query[:, :, begin : begin + SLICE]
+        some = query[:, :, begin : begin + step]
         seen = slice(0, start + begin + some.shape[2])
         parts.append(dense_attend(some, key[:, :, seen], value[:, :, seen], scale, start + begin))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)

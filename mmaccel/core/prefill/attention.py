@@ -307,13 +307,14 @@ class ForwardPass(PrefillPass):
             plan = window_plan(rows, keys, view.sinks, window, heads, query.device)
             return attend_plan(plan, query, key, value, scale, kernel)[0]
         start, valid = keys - rows if self.stream else self.start, self._valid(view)
-        asks = self.stream and self.later and window is None and query.device.type == "cpu"
-        if asks and self.check is not None:
-            return attend_in_slices(self.check, query, key, value, scale, start)
-        shown = scale, start, valid, view.sinks, window, view.column
-        if self.check is not None and rows >= LONG and query.device.type == "cpu":
-            return attend_by_heads(self.check, query, key, value, *shown)
-        return dense_attend(query, key, value, *shown)
+        shown, asks = (scale, start, valid, view.sinks, window, view.column), self.stream and self.later
+        by_rows = self.stream and window is None and (self.later or view.column is None)
+        if self.check is None or query.device.type != "cpu" or not (rows >= LONG or (asks and by_rows)):
+            return dense_attend(query, key, value, *shown)
+        within = getattr(self.check, "within", self.check)
+        if by_rows:
+            return attend_in_slices(within, query, key, value, scale, start, asks)
+        return attend_by_heads(within, query, key, value, *shown)
 
     def _valid(self, view: KVView, some: slice = slice(None)) -> Tensor | None:
         """[b, N] bool: which keys of a view are no padding, of some sequences; None where no token is padding."""

@@ -42,6 +42,10 @@ class _Waiter(NamedTuple):
     over: Callable[[], bool] | None = None
 
 
+class _Ends(threading.local):
+    check: Callable[[], None] | None = None
+
+
 class FairLock:
     """A lock that threads get in the order in which they asked for it; its holder may take it again.
 
@@ -66,6 +70,8 @@ class FairLock:
         """Answers under way that can share steps."""
         self.waiting_passes = list[Any]()
         """Passes of frames that wait (`joint.QueuedUnits`); whoever has the turn may run them."""
+        self.ends = _Ends()
+        """`check` of each thread: raises `CallEnded` where its pass must break off in the middle; None: it may not."""
 
     @property
     def is_contended(self) -> bool:
@@ -105,7 +111,7 @@ class FairLock:
 
     def yield_between_layers(self, device: torch.device, *_: Any) -> None:
         """Give waiting answer tokens their turns, between two layers of a pass on `device`. While one waits, the host runs
-        at most one layer ahead of the device."""
+        at most one layer ahead of the device. Raises what `ends.check` of this thread raises."""
         with self._lock:
             waits = any(one.token for one in self._waiting)
         if waits and device.type == "cuda":
@@ -113,6 +119,8 @@ class FairLock:
             if behind is not None:
                 behind.synchronize()
         self.yield_to_answers()
+        if self.ends.check is not None:
+            self.ends.check()
 
     def wait_for_paused_pass(self) -> None:
         """Wait until no forward pass is paused in the middle."""

@@ -84,21 +84,27 @@ class IntakeProgress:
             self._tell(int(max(self._taken, (self._decoded + self._taken) / 2)), total)
 
 
-def layer_hook(
-    adapter: Any, moved: Callable[[float], None], done: int, count: int, units: int
-) -> Callable[[], None]:
-    """Return a callback to be called before each layer of a pass over `count` units (frames) on the `StreamModel` `adapter`.
+class LayerHook:
+    """A callback to be called before each layer of a pass over `count` units (frames) on the `StreamModel` `adapter`.
 
     It lets waiting answers decode, and reports progress: it calls `moved` with the share of a job's `units` units that is
     done so far. `done` of these units were run before this pass, and this pass's units count by the layers already run.
     """
-    layers, depth = itertools.count(), adapter.view.geometry.layers
 
-    def check() -> None:
-        adapter.turns.yield_between_layers(adapter.device)
-        moved((done + count * next(layers) / depth) / units)
+    def __init__(
+        self, adapter: Any, moved: Callable[[float], None], done: int, count: int, units: int
+    ) -> None:
+        self._adapter, self._moved, self._done, self._count, self._units = adapter, moved, done, count, units
+        self._layers = itertools.count()
 
-    return check
+    def __call__(self) -> None:
+        self.within()
+        run = next(self._layers) / self._adapter.view.geometry.layers
+        self._moved((self._done + self._count * run) / self._units)
+
+    def within(self) -> None:
+        """Let waiting answers decode, or end an ingestion, within a layer too."""
+        self._adapter.turns.yield_between_layers(self._adapter.device)
 
 
 def find_clip_events(info: StreamInfo | None, clip: Clip, shown: Sequence[float]) -> list[StreamEvent]:

@@ -27,7 +27,7 @@ from mmaccel.core.prefill.attention import MIN_ROWS
 from mmaccel.core.streams.joint import UNITS, QueuedUnits, run_queued_units
 from mmaccel.core.streams.listening import AttentionRecording
 from mmaccel.core.streams.parts import MemoryWrapper, StreamInfo, restore_states_at_exit
-from mmaccel.core.streams.sources import layer_hook, pad_to_units, units_per_ingest_pass
+from mmaccel.core.streams.sources import LayerHook, pad_to_units, units_per_ingest_pass
 
 WATCHED = (
     "sparse: frames given to watch see all that the memory shows; the pattern acts on those given to ingest, and on "
@@ -206,8 +206,8 @@ class StreamRunner:
     ) -> int:
         """Take in frames [T, 3, H, W] shown at `moments` (seconds); `progress` gets the number read so far. Return the
         number taken in: if the deadline comes first, those of complete passes. `ingest`: they are of a stored video; call
-        the state's `end_ingest` after it. ``moved(before, count, share)`` is called before each layer: `before` frames were
-        read in earlier passes, and a `share` (0 to 1) of the `count` frames of this pass."""
+        the state's `end_ingest` after it, `restore` if the deadline came. ``moved(before, count, share)`` is called before
+        each layer: `before` frames were read in earlier passes, and a `share` (0 to 1) of this pass's `count` frames."""
         if ingest:
             self.state.begin_ingest()
         elif not (isinstance(self.state, FrameMemory) or self.adapter.attention.recipe.sparse.dense):
@@ -219,13 +219,13 @@ class StreamRunner:
         pending = frames.shape[0] - len(moments)
         whole = frames.shape[0] // per_unit
         step = units_per_ingest_pass(frames, per_unit, self.bulk) if ingest else self._step
-        self.ingests = ingest
-        first = 0
+        turns, self.ingests, first = self.adapter.turns, ingest, 0
+        turns.ends.check = deadline.check if ingest else None
         try:
             for first in range(0, whole, step):
                 last = min(first + step, whole)
                 shown = moments[len(info.times) - before : last * per_unit - pending]
-                some, turns, others = frames[first * per_unit : last * per_unit], self.adapter.turns, 0.0
+                some, others = frames[first * per_unit : last * per_unit], 0.0
                 if turns.is_contended:
                     ours = run_queued_units(QueuedUnits(self, some, shown), deadline)
                     waited, others = ours.waited, ours.others
@@ -244,7 +244,7 @@ class StreamRunner:
             info.pending = info.pending if first == 0 else None
             return taken
         finally:
-            self.ingests, self._moved = False, None
+            self.ingests, self._moved, turns.ends.check = False, None, None
         info.times += moments[len(info.times) - before :]
         rest = frames[whole * per_unit :]
         info.pending = rest.clone() if len(rest) else None
@@ -305,7 +305,7 @@ class StreamRunner:
         while done < len(features):
             stream_pass, rows = self.build_next_pass(state, features[done:], numbers[done:])
             if self._moved is not None:
-                how["check"] = layer_hook(self.adapter, self._moved, done, stream_pass.count, len(features))
+                how["check"] = LayerHook(self.adapter, self._moved, done, stream_pass.count, len(features))
             self.run_pass(state, stream_pass, rows, **how)
             done += stream_pass.count
             if "proxy" in self.kv.needs:

@@ -213,11 +213,12 @@ def install_batched_tower(
     several processes make them, `check` is called."""
     multimodal = family.multimodal(model)
     # Here, not where it is written: what compiles is imported by that, when a model is there.
-    joined = torch.compiler.disable(_joined, recursive=False)
+    spread = context.run_sharded if context else functools.partial(_checked_map, check)
+    joined = functools.partial(torch.compiler.disable(_joined, recursive=False), spread)
     for kind, name in METHODS.items():
         encode = getattr(multimodal, name, None)
         if encode is not None and not getattr(encode, "by_parts", False):
-            ours = hooks.wrap(multimodal, name, _encode, family, model, kind, joined, context, check)
+            ours = hooks.wrap(multimodal, name, _encode, family, model, kind, joined, context)
             ours.by_parts = True  # type: ignore[attr-defined]
     for name, method in family.replaced_methods.items():
         if name not in vars(multimodal):
@@ -229,15 +230,7 @@ def install_batched_tower(
 
 
 def _encode(
-    family: Any,
-    model: nn.Module,
-    kind: int,
-    joined: Any,
-    context: Any,
-    check: Callable[[], object],
-    whole: Any,
-    *args: Any,
-    **kwargs: Any,
+    family: Any, model: nn.Module, kind: int, joined: Any, context: Any, whole: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """What the tower's method gives: in parts where there are many patches and nothing but their features is asked for."""
     given, name = bind_args(whole, args, kwargs), next(iter(inspect.signature(whole).parameters))
@@ -254,12 +247,11 @@ def _encode(
     trained = torch.is_grad_enabled() and any(p.requires_grad for one in outside for p in one.parameters())
     if states or trained or given.get("return_dict") is False or not bare.isdisjoint(WHOLE):
         return whole(*args, **kwargs)
-    run_sharded = context.run_sharded if context else functools.partial(_checked_map, check)
-    return joined(family, model, kind, whole, name, given, most, run_sharded)
+    return joined(family, model, kind, whole, name, given, most)
 
 
 def _joined(
-    family: Any, model: Any, kind: int, whole: Any, pixels: str, given: Any, most: int, run_sharded: Any
+    run_sharded: Any, family: Any, model: Any, kind: int, whole: Any, pixels: str, given: Any, most: int
 ) -> Any:
     """What `whole` gives of all that is `given`, from what it gives of parts of the argument `pixels`."""
     made: list[Any] = []

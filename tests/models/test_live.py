@@ -1,6 +1,7 @@
 """A stream under asyncio, and a standing question: each says what a session says at the same moment."""
 
 import asyncio
+import atexit
 import functools
 import gc
 import threading
@@ -322,6 +323,16 @@ def test_a_change_has_the_seconds_that_its_answer_saw() -> None:
         until(lambda: bool(told))
         assert [one.seconds for one in told] == [3.0] and standing.skipped == 3
         assert max(one.seconds for one in told[0].answer.evidence) == 3.0
+
+
+def test_a_program_that_ends_waits_for_standing_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread in the model while Python finalizes aborts the process, also where the session was never closed."""
+    at_exit = list[Callable[[], None]]()
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    with open_session("tiny-ov", KV) as session:
+        standing = session.on(WHERE, print)
+        at_exit[0]()
+        assert not standing._thread.is_alive() and not session._standing
 
 
 def test_a_session_closes_behind_its_standing_questions() -> None:

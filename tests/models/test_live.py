@@ -299,13 +299,21 @@ def test_an_error_ends_it_with_a_word() -> None:
             session.on(WHERE, print, max_new_tokens=0)
 
 
-def test_its_end_is_told_and_it_is_kept_no_longer() -> None:
-    """`fails` gets the error in place of a warning; one that failed or was cancelled is no part of the session."""
-    told = list[Exception]()
+def test_its_end_is_told_and_it_is_kept_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fails` gets the error in place of a warning. A program that ends waits for its thread: one within the model while
+    Python finalizes aborts the process."""
+    told, at_exit = list[Exception](), list[Callable[[], None]]()
+    monkeypatch.setattr(atexit, "register", at_exit.append)
     with open_session("tiny-ov", KV) as session:
         wrong = Mock(side_effect=ZeroDivisionError("no"))
-        ended = [session.on(WHERE, wrong, max_new_tokens=1, fails=told.append), session.on(WHERE, print)]
+        ended = [
+            session.on(WHERE, wrong, fails=told.append),
+            session.on(WHERE, print),
+            session.on("?", print),
+        ]
         ended[1].cancel()
+        at_exit[2]()
+        assert not ended[2]._thread.is_alive()
         session.watch(film(2), fps=2.0)
         until(lambda: not session._standing)
         assert told == [ended[0].failed] and ended[1].failed is None
@@ -323,16 +331,6 @@ def test_a_change_has_the_seconds_that_its_answer_saw() -> None:
         until(lambda: bool(told))
         assert [one.seconds for one in told] == [3.0] and standing.skipped == 3
         assert max(one.seconds for one in told[0].answer.evidence) == 3.0
-
-
-def test_a_program_that_ends_waits_for_standing_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread in the model while Python finalizes aborts the process, also where the session was never closed."""
-    at_exit = list[Callable[[], None]]()
-    monkeypatch.setattr(atexit, "register", at_exit.append)
-    with open_session("tiny-ov", KV) as session:
-        standing = session.on(WHERE, print)
-        at_exit[0]()
-        assert not standing._thread.is_alive() and not session._standing
 
 
 def test_a_session_closes_behind_its_standing_questions() -> None:
@@ -372,11 +370,15 @@ async def test_usage_is_read_while_a_pass_is_under_way(kv: str) -> None:
 @in_a_loop
 async def test_a_coroutine_is_awaited_in_the_loop() -> None:
     async with mmaccel.AsyncVideoSession(*pair("tiny-ov"), None, kv=KV) as session:
-        came: asyncio.Queue[AnswerChange] = asyncio.Queue()
+        came: asyncio.Queue[Any] = asyncio.Queue()
         session.on(WHERE, came.put, max_new_tokens=2)
         session.on(WHERE, came.put_nowait, max_new_tokens=2)
         await session.watch(film(3), fps=2.0)
         assert [(await asyncio.wait_for(came.get(), 20)).before for _ in range(2)] == [None, None]
+        session.session._answer = Mock(side_effect=ModelError("no"))  # type: ignore[method-assign]
+        session.on(WHERE, print, fails=came.put)
+        await session.watch(film(1), fps=2.0)
+        assert str(await asyncio.wait_for(came.get(), 20)) == "no"
 
 
 @in_a_loop
@@ -394,13 +396,3 @@ async def test_what_was_found_before_the_close_is_told() -> None:
         await session.watch(film(3), fps=2.0)
         assert await asyncio.to_thread(found.wait, 20)
     assert told and told[0]
-
-
-@in_a_loop
-async def test_a_failure_is_told_in_the_loop() -> None:
-    async with mmaccel.AsyncVideoSession(*pair("tiny-ov"), None, kv=KV) as session:
-        came: asyncio.Queue[Exception] = asyncio.Queue()
-        session.session._answer = Mock(side_effect=ModelError("no"))  # type: ignore[method-assign]
-        session.on(WHERE, print, fails=came.put)
-        await session.watch(film(1), fps=2.0)
-        assert str(await asyncio.wait_for(came.get(), 20)) == "no"

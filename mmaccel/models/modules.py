@@ -209,8 +209,7 @@ def install_batched_tower(
 ) -> None:
     """Make the model's vision tower encode at most `PATCHES` patches a call, batch attention windows of equal length and, if
     `fuse`, use fused kernels. A tower already set up so is left unchanged. `context`: the `ContextGroup` over whose
-    processes the calls are spread; None: this process makes all. Before each call, unless
-    several processes make them, `check` is called."""
+    processes the calls are spread; None: this process makes all, and calls `check` before each."""
     multimodal = family.multimodal(model)
     # Here, not where it is written: what compiles is imported by that, when a model is there.
     spread = context.run_sharded if context else functools.partial(_checked_map, check)

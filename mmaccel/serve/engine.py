@@ -315,7 +315,7 @@ class Engine:
                 drawing.close()
                 asked.joined()
 
-            fast.seat = seat = BatchSlot(self.batch, joined=joined)
+            fast.seat = seat = BatchSlot(self.batch, joined=joined, deadline=deadline)
             if not request.greedy:
                 # An answer decoded alone draws the process's own random numbers, one answer at a time.
                 drawing.enter_context(self._draws(deadline))

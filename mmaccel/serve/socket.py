@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -190,12 +191,19 @@ class StreamConnection:
             evidence = self._stream.kept.evidence_frames_json(found.evidence, True)
             await self._send("event", name="change", id=asked.id, text=found.text, evidence=evidence, **told)
 
-        def told(change: AnswerChange) -> None:
-            asyncio.run_coroutine_threadsafe(tell(change), loop)
+        async def fail(error: Exception) -> None:
+            self._standing.pop(asked.id, None)
+            await self._send("event", name="error", id=asked.id, message=error_message(error))
+
+        def in_loop(work: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], object]:
+            return lambda what: asyncio.run_coroutine_threadsafe(work(what), loop)
 
         how = asked.model_dump(include={"every", "last", "says"})
-        on = partial(session.on, asked.question, told, max_new_tokens=asked.max_tokens, **how)
-        self._standing[asked.id] = await run_in_thread(on)  # it turns the question into tokens
+        how |= {"max_new_tokens": asked.max_tokens, "fails": in_loop(fail)}
+        on = partial(session.on, asked.question, in_loop(tell), **how)
+        self._standing[asked.id] = one = await run_in_thread(on)  # it turns the question into tokens
+        if one.failed is not None:  # before it had its place
+            del self._standing[asked.id]
 
     async def _frame(self, data: bytes, time: float | None) -> None:
         held = sum(len(one) for one, _ in self._frames) + len(data)

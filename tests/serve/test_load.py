@@ -17,6 +17,7 @@ import torch
 
 import mmaccel
 from mmaccel.models.together import copy_sharing_weights
+from mmaccel.serve.guard import CHECK_S
 from mmaccel.serve.settings import Limits, Refused, Settings
 from mmaccel.serve.turns import FairQueue
 from tests.media.films import write_film
@@ -210,6 +211,32 @@ def test_a_client_that_leaves_ends_its_answer(unending: Served, recipe: str, str
     finally:
         served.engine.processor.decode = decode
     assert served.chat([text("hello")], max_tokens=1).status_code == 200
+
+
+def test_a_client_that_leaves_ends_its_prompt(served: Served) -> None:
+    """Between two layers of a sampled answer's prompt."""
+    runs, goes_on, written = list[None](), threading.Event(), body("Describe.", 3, temperature=1)
+    layers = served.engine.model.model.language_model.layers
+
+    def waits(module: Any, *_: Any) -> None:  # of whichever copy of the model runs it
+        if isinstance(module, type(layers[0])):
+            runs.append(None)
+            goes_on.wait(10)
+
+    hook = torch.nn.modules.module.register_module_forward_hook(waits)
+    try:
+        whole = json.dumps(written | {"mmaccel": {"recipe": "dense"}}).encode()
+        one = raw(served)
+        one.sendall(head(len(whole)) + whole)
+        until(lambda: len(runs) > 0)
+        one.close()
+        time.sleep(3 * CHECK_S)  # until the server has seen it
+        goes_on.set()
+        until(lambda: served.engine.turns._free == served.engine.settings.limits.at_once, 8)
+        assert len(runs) == 1 < len(layers)
+    finally:
+        goes_on.set()
+        hook.remove()
 
 
 @pytest.mark.parametrize(

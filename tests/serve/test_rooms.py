@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fastapi import Request
@@ -17,6 +18,7 @@ from websockets.exceptions import ConnectionClosed
 import mmaccel
 from mmaccel.core.adapter import unwrap
 from mmaccel.core.attach import adapter_for
+from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe
 from mmaccel.serve import messages, socket
 from mmaccel.serve.settings import Limits, Settings
@@ -182,6 +184,19 @@ def test_a_standing_question_is_short_and_turned_into_tokens_in_a_thread(monkeyp
         talk.send(json.dumps({"type": "on", "question": "What?"}))
         until(lambda: bool(threads))
     assert [one.name for one in threads] == ["mmaccel-live"]
+
+
+def test_a_standing_question_that_fails_is_told(served: Served, stream: str, monkeypatch: Any) -> None:
+    """And gives its id and its place back."""
+    monkeypatch.setattr(
+        mmaccel.VideoSession, "_answer", Mock(side_effect=ModelError("it cannot be answered."))
+    )
+    with talking(served, stream) as talk:
+        for _ in range(2):
+            talk.send(json.dumps({"type": "on", "id": "a", "question": "What?"}))
+            talk.send(json.dumps({"type": "frame", "data": jpegs()[0]}))
+            told = heard(talk, "error")
+            assert (told["id"], told["message"]) == ("a", "it cannot be answered.")
 
 
 # --- Bodies -----------------------------------------------------------------------------------------------------------

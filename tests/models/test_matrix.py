@@ -47,7 +47,7 @@ def test_few_cells_are_refused() -> None:
     counts = Counter(matrix.refusal(cell) is None for cell in matrix.cells())
     total = sum(counts.values())
     share = counts[False] / total
-    told = f"{counts[False]:,} of {total:,} cells are refused, {share:.1%}"
+    told = f"{counts[False]:,} of {total:,} combinations are refused, {share:.1%}"
     print(told)
     assert 0 < share <= MOST_REFUSED
     assert told in " ".join(PAGE.read_text(encoding="utf-8").split())

@@ -346,7 +346,7 @@ def _check_memory(source: Source, picture: FrameConverter, total: int | None, mo
     if need > free:
         raise VideoError(
             f"{total} frames of {width}x{height} from {source.name} need {need / 2**30:.1f} GiB and "
-            f"{free / 2**30:.1f} GiB are free: give ",
+            f"{free / 2**30:.1f} GiB are {'free' if free < most else 'the most'}: give ",
             ArgumentNames("fps", "frames", "max_frames", "size"),
             ".",
         )

@@ -315,9 +315,10 @@ class SamplingDistribution:
     sample: bool
 
     def __post_init__(self) -> None:
-        for one in self.processors or ():
-            if isinstance(one, TemperatureLogitsWarper):  # scores by less are infinite, and no probabilities
-                one.temperature = max(one.temperature, COLDEST)
+        cold = lambda x: isinstance(x, TemperatureLogitsWarper) and x.temperature < COLDEST  # noqa: E731
+        if any(map(cold, self.processors or ())):  # scores by less are infinite, and no probabilities
+            some = [TemperatureLogitsWarper(COLDEST) if cold(one) else one for one in self.processors]
+            object.__setattr__(self, "processors", type(self.processors)(some))
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         scores = check_single_row("logits_processor", self.processors(ids[None], logits[None].float()))[0]

@@ -126,8 +126,12 @@ class RequestCheckMiddleware:
             return await error_response(error.status, str(error), error.code)(scope, receive, send)
         scope.setdefault("state", {})["caller"] = asks
 
+        begun = scope["type"] != "http"
+
         async def with_headers(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 message["headers"] = [*message["headers"], *SECURITY.items()]
                 # Of the route: a path that anybody makes up is no label.
                 path = getattr(scope.get("route"), "path", "other")
@@ -142,8 +146,11 @@ class RequestCheckMiddleware:
                 await self._app(scope, self._capped(receive, held), with_headers)
         except asyncio.CancelledError:
             # uvicorn cancels what still runs when it stops, and would log each stack.
-            with suppress(RuntimeError, OSError):  # the response has begun
-                await error_response(503, "the server stops; send this again.")(scope, receive, with_headers)
+            if not begun:
+                with suppress(OSError):
+                    await error_response(503, "the server stops; send this again.")(
+                        scope, receive, with_headers
+                    )
         finally:
             self._held -= held[0]
 

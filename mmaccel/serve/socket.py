@@ -110,7 +110,11 @@ async def handle_stream_socket(websocket: WebSocket, number: str) -> None:
             place = f"at {websocket.client.host if websocket.client else None}"
             with streams.count_open_socket(place), streams.count_open_socket(None, WITHOUT_KEY):
                 await websocket.accept()
-                first = Incoming.validate_json(await asyncio.wait_for(websocket.receive_text(), KEY_S))
+                try:
+                    text = await asyncio.wait_for(websocket.receive_text(), KEY_S)
+                except TimeoutError:
+                    raise unknown_key(None) from None
+                first = Incoming.validate_json(text)
                 key = first.key if isinstance(first, APIKeyMessage) else None
                 asks = streams.engine.settings.identify_caller(key)
                 if asks is None:
@@ -192,7 +196,8 @@ class StreamConnection:
             await self._send("event", name="change", id=asked.id, text=found.text, evidence=evidence, **told)
 
         async def fail(error: Exception) -> None:
-            self._standing.pop(asked.id, None)
+            if (one := self._standing.get(asked.id)) is not None and one.failed is error:
+                del self._standing[asked.id]
             await self._send("event", name="error", id=asked.id, message=error_message(error))
 
         def in_loop(work: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], object]:

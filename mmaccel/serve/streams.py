@@ -95,7 +95,7 @@ class Streams:
             engine.recipes, self.limits, engine.free_device_bytes(), engine.kept.device_bytes
         )
         self._opening: dict[str, int] = {}
-        self._reserving = threading.Lock()
+        self._reserving, self._saving = threading.Lock(), Counter[Path]()
         self._calls = defaultdict[str, FairQueue](partial(FairQueue, self.limits.calls, self.limits.waiting))
         self._sockets: Counter[str | None] = Counter()
         engine.metrics.streams.set_function(lambda: len(self._open))
@@ -233,6 +233,7 @@ class Streams:
     def reserve_save(self, folder: Path) -> None:
         """Make the folder of a stream that is saved for the first time; raises `Refused` where its caller has no room."""
         with self._reserving:
+            self._saving[folder] += 1
             if folder.exists():
                 return
             folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -244,14 +245,17 @@ class Streams:
     async def save(self, stream: Stream, name: str, caller: str) -> None:
         """Save a stream under a name of its caller. Raises `Refused` or `ModelError`."""
         folder = self.saved_stream_folder(name, caller)
-        await run_in_thread(partial(self.reserve_save, folder))
         try:
+            await run_in_thread(partial(self.reserve_save, folder))
             async with self.hold_call(stream), stream.taking:
                 with hide_server_path(folder):
                     await stream.session.save(folder)
         finally:
-            with suppress(OSError):
-                folder.rmdir()  # only where nothing was written
+            with self._reserving, suppress(OSError):
+                self._saving[folder] -= 1
+                if not self._saving[folder]:
+                    del self._saving[folder]
+                    folder.rmdir()  # only where nothing was written
 
     async def list_streams(self, caller: str) -> list[dict[str, Any]]:
         """Return the open streams of a caller, oldest first, as `brief_json`."""

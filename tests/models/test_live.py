@@ -1,7 +1,6 @@
 """A stream under asyncio, and a standing question: each says what a session says at the same moment."""
 
 import asyncio
-import atexit
 import functools
 import gc
 import threading
@@ -299,26 +298,6 @@ def test_an_error_ends_it_with_a_word() -> None:
             session.on(WHERE, print, max_new_tokens=0)
 
 
-def test_its_end_is_told_and_it_is_kept_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fails` gets the error in place of a warning. A program that ends waits for its thread: one within the model while
-    Python finalizes aborts the process."""
-    told, at_exit = list[Exception](), list[Callable[[], None]]()
-    monkeypatch.setattr(atexit, "register", at_exit.append)
-    with open_session("tiny-ov", KV) as session:
-        wrong = Mock(side_effect=ZeroDivisionError("no"))
-        ended = [
-            session.on(WHERE, wrong, fails=told.append),
-            session.on(WHERE, print),
-            session.on("?", print),
-        ]
-        ended[1].cancel()
-        at_exit[2]()
-        assert not ended[2]._thread.is_alive()
-        session.watch(film(2), fps=2.0)
-        until(lambda: not session._standing)
-        assert told == [ended[0].failed] and ended[1].failed is None
-
-
 def test_a_change_has_the_seconds_that_its_answer_saw() -> None:
     """Frames that came while it waited for its turn are in it, and in its seconds; what was due meanwhile is counted."""
     told = list[AnswerChange]()
@@ -331,27 +310,6 @@ def test_a_change_has_the_seconds_that_its_answer_saw() -> None:
         until(lambda: bool(told))
         assert [one.seconds for one in told] == [3.0] and standing.skipped == 3
         assert max(one.seconds for one in told[0].answer.evidence) == 3.0
-
-
-def test_a_session_closes_behind_its_standing_questions() -> None:
-    """A whole answer is told, with its evidence, and no thread is left in the model; also where `call` itself closes it."""
-    told, held = list[AnswerChange](), threading.Event()
-
-    def slowly(change: AnswerChange) -> None:
-        held.set()
-        time.sleep(0.1)
-        told.append(change)
-
-    with open_session("tiny-ov", KV) as session:
-        standing = session.on(WHERE, slowly, max_new_tokens=1)
-        session.watch(film(2), fps=2.0)
-        assert held.wait(20)
-    assert len(told) == 1 and told[0].answer.evidence and not standing._thread.is_alive()
-    with open_session("tiny-ov", KV) as session:
-        closing = session.on(WHERE, lambda change: session.close(), max_new_tokens=1)
-        session.watch(film(2), fps=2.0)
-        closing._thread.join(20)
-        assert session._closed and closing.failed is None
 
 
 @pytest.mark.parametrize("kv", TIGHT)

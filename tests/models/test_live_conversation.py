@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 import mmaccel
 from mmaccel.core.errors import ModelError
+from mmaccel.models.sequences import SamplingDistribution
 from mmaccel.models.token_choice import LONGEST, build_schema_logits_processor
 from tests.models.streams import FPS, MODELS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.spies import broken, crossed, refusal
@@ -115,6 +117,12 @@ def test_settings_are_those_of_generate() -> None:
         stopped = session.ask(QUESTION, 12, stop_strings=[word])
         assert stopped.finish_reason == "stop" and word in stopped.text
         assert len(stopped.ids) <= words.index(word) + 1 < 12
+
+
+def test_a_cold_warper_of_the_user_s_stays_as_it_is() -> None:
+    own, logits = TemperatureLogitsWarper(1e-40), torch.tensor([1.0, 2.0])
+    odds = SamplingDistribution(LogitsProcessorList([own]), True)
+    assert odds(torch.zeros(1, dtype=torch.long), logits).tolist() == [0.0, 1.0] and own.temperature == 1e-40
 
 
 SCHEMA = {

@@ -144,7 +144,7 @@ def test_sockets_without_a_key_count_by_address(monkeypatch: pytest.MonkeyPatch)
             until(lambda: counted["at 127.0.0.1"] == 1 == counted[None])
             with pytest.raises(Exception, match="403"):  # no room even to send a key
                 talking(served, path)
-            with pytest.raises(ConnectionClosed):
+            with pytest.raises(ConnectionClosed, match="needs a key"):
                 idle.recv(timeout=5)
         until(lambda: not counted)
         with talking(served, path) as wrong, pytest.raises(ConnectionClosed, match="does not know this key"):
@@ -197,6 +197,19 @@ def test_a_standing_question_that_fails_is_told(served: Served, stream: str, mon
             talk.send(json.dumps({"type": "frame", "data": jpegs()[0]}))
             told = heard(talk, "error")
             assert (told["id"], told["message"]) == ("a", "it cannot be answered.")
+
+
+def test_a_save_that_fails_leaves_the_folder_of_another(served: Served, stream: str) -> None:
+    """Which has reserved it and waits for its turn; there is nothing to save of the stream that fails."""
+    streams = served.app.state.streams
+    folder = streams.saved_stream_folder("both", streams._open[stream.rpartition("/")[2]].owner)
+    streams.reserve_save(folder)
+    with served.client() as client:
+        assert client.post(f"{stream}/save", json={"name": "both"}).status_code == 400
+        assert folder.exists() and streams._saving[folder] == 1
+        streams._saving.clear()
+        assert client.post(f"{stream}/save", json={"name": "both"}).status_code == 400
+    assert not folder.exists() and not streams._saving
 
 
 # --- Bodies -----------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def _to_host(tensor: Tensor, side: Any) -> Tensor:
     with _staging:
         if (room := _staging_room()) is None:
             return tensor.cpu()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         parts = (torch.split(one.flatten().view(torch.uint8), len(room)) for one in (tensor, host))
         for there, here in zip(*parts, strict=True):
             room[: len(there)].copy_(there, non_blocking=True)
@@ -123,7 +123,7 @@ def _to_host(tensor: Tensor, side: Any) -> Tensor:
 def _staging_room() -> Tensor | None:
     """`STAGED_BYTES` of pinned memory for the process; None if the host can pin no more."""
     with suppress(RuntimeError):
-        return torch.empty(STAGED_BYTES, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(STAGED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     return None
 
 

@@ -308,7 +308,7 @@ class ForwardPass(PrefillPass):
             return attend_plan(plan, query, key, value, scale, kernel)[0]
         start, valid = keys - rows if self.stream else self.start, self._valid(view)
         shown, asks = (scale, start, valid, view.sinks, window, view.column), self.stream and self.later
-        by_rows = self.stream and window is None and (self.later or view.column is None)
+        by_rows = self.stream and window is None and (self.later or (view.column is None and start > 0))
         if self.check is None or query.device.type != "cpu" or not (rows >= LONG or (asks and by_rows)):
             return dense_attend(query, key, value, *shown)
         within = getattr(self.check, "within", self.check)

@@ -70,8 +70,7 @@ class FairLock:
         """Answers under way that can share steps."""
         self.waiting_passes = list[Any]()
         """Passes of frames that wait (`joint.QueuedUnits`); whoever has the turn may run them."""
-        self.ends = _Ends()
-        """`check` of each thread: raises `CallEnded` where its pass must break off in the middle; None: it may not."""
+        self._ends = _Ends()
 
     @property
     def is_contended(self) -> bool:
@@ -111,7 +110,7 @@ class FairLock:
 
     def yield_between_layers(self, device: torch.device, *_: Any) -> None:
         """Give waiting answer tokens their turns, between two layers of a pass on `device`. While one waits, the host runs
-        at most one layer ahead of the device. Raises what `ends.check` of this thread raises."""
+        at most one layer ahead of the device. Raises what `ending` says."""
         with self._lock:
             waits = any(one.token for one in self._waiting)
         if waits and device.type == "cuda":
@@ -119,8 +118,18 @@ class FairLock:
             if behind is not None:
                 behind.synchronize()
         self.yield_to_answers()
-        if self.ends.check is not None:
-            self.ends.check()
+        if self._ends.check is not None:
+            self._ends.check()
+
+    @contextmanager
+    def ending(self, check: Callable[[], None] | None) -> Iterator[None]:
+        """Context in which passes of this thread break off in the middle with the error that `check` raises; None: they do
+        not."""
+        before, self._ends.check = self._ends.check, check
+        try:
+            yield
+        finally:
+            self._ends.check = before
 
     def wait_for_paused_pass(self) -> None:
         """Wait until no forward pass is paused in the middle."""

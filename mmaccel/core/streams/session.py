@@ -23,7 +23,7 @@ from mmaccel.core.streams.asking import run_question
 from mmaccel.core.streams.intake import AT_ONCE, FrameIntake
 from mmaccel.core.streams.parts import Between, Messages, as_messages
 from mmaccel.core.streams.sources import Tell
-from mmaccel.core.streams.standing import AnswerChange, StandingQuestion
+from mmaccel.core.streams.standing import AnswerChange, StandingQuestion, end_questions
 from mmaccel.core.streams.stream_runner import StreamRunner
 from mmaccel.core.streams.timed_text import make_timed_text, merge_timed_lines, read_timed_lines
 
@@ -292,7 +292,7 @@ class VideoSession(FrameIntake):
         fails  run with the error that ends the question (of the model, or of `call`), instead of a warning
 
         `call` runs in a thread of its own, as the questions do; frames do not wait for it. `StandingQuestion.cancel` ends
-        it, and so does `close`, which waits for a running `call`. Raises `ModelError` for an invalid question.
+        it, and so does `close`, which waits up to 10 s for a running `call`. Raises `ModelError` for an invalid question.
         """
         with self._working():
             self._stream_adapter.question_ids(question)
@@ -379,15 +379,14 @@ class VideoSession(FrameIntake):
         """Close the session and release what its stream holds; a second call does nothing. Changes that standing questions
         (`on`) have found are reported first; answers of theirs that are not whole are dropped."""
         self._asking.check_not_answering()
-        for one in (standing := list(self._standing)):
-            one.stop()
-        for one in standing:
-            one.wait_until_reported()
+        end_questions(self._standing)
         with self._stream.hold(), self._asking.hold(), self._stream_adapter.turns.hold():
             if self._live is not None:
                 self._live.close()
             self._live, self._closed = None, True
             self._stream_adapter.view.close_cached_objects()
+        for one in list(self._standing):  # that a report has begun
+            one.stop()
 
     def __enter__(self) -> VideoSession:
         return self

@@ -100,7 +100,8 @@ class LayerHook:
     def __call__(self) -> None:
         self.within()
         run = next(self._layers) / self._adapter.view.geometry.layers
-        self._moved((self._done + self._count * run) / self._units)
+        with self._adapter.turns.ending(None):  # what it calls may run passes of its own
+            self._moved((self._done + self._count * run) / self._units)
 
     def within(self) -> None:
         """Let waiting answers decode, or end an ingestion, within a layer too."""

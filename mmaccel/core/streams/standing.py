@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from mmaccel.core.decoding.generate import Answer
@@ -14,7 +15,7 @@ from mmaccel.core.errors import ModelError, quoted, warn
 CUT = ("timeout", "cancelled")
 """What ended an answer that is not whole."""
 EXIT_S = 10.0
-"""Seconds that a program which ends waits for the report of a change, at most."""
+"""Seconds that `close`, or the end of a program, waits for the reports of changes, at most."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ class StandingQuestion:
         session._answering(question, most, self._deadline)  # refuses an impossible `most`
         self._thread = threading.Thread(target=self._run, name="mmaccel-standing", daemon=True)
         session._standing.append(self)
-        # Python aborts where it finalizes while a thread of its own is within the model.
-        atexit.register(self._end_at_exit)
+        _running.add(self)
+        if session._closed:  # meanwhile
+            self.stop()
         self._thread.start()
 
     def notify_frames(self) -> None:
@@ -86,15 +88,6 @@ class StandingQuestion:
         self._call = lambda change: None
         self.stop()
 
-    def wait_until_reported(self, limit_s: float | None = None) -> None:
-        """Wait, after `stop`, until a change that was found is reported. Returns at once within a report of the session."""
-        if all(one._thread is not threading.current_thread() for one in [self, *self._session._standing]):
-            self._thread.join(limit_s)
-
-    def _end_at_exit(self) -> None:
-        self.stop()
-        self.wait_until_reported(EXIT_S)
-
     def _run(self) -> None:
         try:
             while not self._over:
@@ -103,8 +96,9 @@ class StandingQuestion:
                 now = self._session.seconds
                 if self._session.frames and (self.asked is None or now - self.asked >= self._every):
                     self._due = now
-                    self._ask()
-                    self._due, self.asked = None, self._now
+                    if self._ask():
+                        self.asked = self._now
+                    self._due = None
         except Exception as error:
             if not self._over:
                 self.failed = error
@@ -114,19 +108,26 @@ class StandingQuestion:
                     warn(f"the standing question {quoted(self._question)} ended: {error}")
         finally:
             self._session._standing.remove(self)
-            atexit.unregister(self._end_at_exit)
+            _running.discard(self)
 
-    def _ask(self) -> None:
+    def _ask(self) -> bool:
+        """Ask, and report a change; return whether there was a whole answer."""
         self._deadline = deadline = self._session._deadline(None)
         if self._over:
-            return
+            return False
         ask = self._session._answering(self._question, self._most, deadline, between=self._stretch)
-        answer = ask(None)
+        try:
+            answer = ask(None)
+        except ModelError:
+            if self._session.frames:
+                raise
+            return False  # the first frames were taken back
         if answer.finish_reason in CUT:
-            return
+            return False
         before, self._before = self._before, answer.text
         if self._turned(before, answer.text):
             self._call(AnswerChange(self._question, answer, before, self._now or 0.0))
+        return True
 
     def _stretch(self, now: float) -> tuple[float, float] | None:
         """What the question asks about when its turn has come at the second `now`."""
@@ -138,3 +139,24 @@ class StandingQuestion:
             return before != now
         said = self._says.casefold()
         return said in now.casefold() and (before is None or said not in before.casefold())
+
+
+_running = set[StandingQuestion]()
+
+
+def end_questions(some: Iterable[StandingQuestion]) -> None:
+    """Stop `some`, and wait, at most `EXIT_S` seconds, until the changes that they have found are reported. Within a report
+    of any question it does not wait: two that end each other would wait for ever."""
+    some, until = list(some), monotonic() + EXIT_S
+    for one in some:
+        one.stop()
+    if threading.current_thread() in [one._thread for one in list(_running)]:
+        return
+    for one in some:
+        one._thread.join(max(0.0, until - monotonic()))
+    if any(one._thread.is_alive() for one in some):
+        warn(f"close: `call` of a standing question has not returned within {EXIT_S:g} s, and goes on.")
+
+
+# Python aborts where it finalizes while a thread of its own is within the model.
+atexit.register(lambda: end_questions(_running))

@@ -220,20 +220,20 @@ class StreamRunner:
         whole = frames.shape[0] // per_unit
         step = units_per_ingest_pass(frames, per_unit, self.bulk) if ingest else self._step
         turns, self.ingests, first = self.adapter.turns, ingest, 0
-        turns.ends.check = deadline.check if ingest else None
         try:
             for first in range(0, whole, step):
                 last = min(first + step, whole)
                 shown = moments[len(info.times) - before : last * per_unit - pending]
                 some, others = frames[first * per_unit : last * per_unit], 0.0
-                if turns.is_contended:
-                    ours = run_queued_units(QueuedUnits(self, some, shown), deadline)
-                    waited, others = ours.waited, ours.others
-                else:
-                    with turns.hold(deadline, over=lambda: False) as waited:
-                        info.times += shown
-                        self._moved = moved and partial(moved, max(0, first * per_unit - pending), len(shown))
-                        self.encode_frames(some)
+                self._moved = moved and partial(moved, max(0, first * per_unit - pending), len(shown))
+                with turns.ending(deadline.check if ingest else None):
+                    if turns.is_contended:
+                        ours = run_queued_units(QueuedUnits(self, some, shown), deadline)
+                        waited, others = ours.waited, ours.others
+                    else:
+                        with turns.hold(deadline, over=lambda: False) as waited:
+                            info.times += shown
+                            self.encode_frames(some)
                 turns.wait_for_device()
                 self.waits.append(waited)
                 self.waited_s += waited + others
@@ -244,7 +244,7 @@ class StreamRunner:
             info.pending = info.pending if first == 0 else None
             return taken
         finally:
-            self.ingests, self._moved, turns.ends.check = False, None, None
+            self.ingests, self._moved = False, None
         info.times += moments[len(info.times) - before :]
         rest = frames[whole * per_unit :]
         info.pending = rest.clone() if len(rest) else None

@@ -85,7 +85,8 @@ def list_names(
     out().print(
         "",
         families,
-        "streams: sessions, any kv but full and window. trees: drafts tree and sparse_to_dense. vision pruners: visionzip. "
+        "streams: sessions, and each kv but full and window, which all have. trees: drafts tree and sparse_to_dense. "
+        "vision pruners: visionzip. "
         f"{STEPS[1]}: faster on CUDA, not for quantized weights; in generic and other for Llama, Mistral, Qwen2 and Qwen3. "
         "Recurrent layers (qwen3_5) prefill in transformers' code, which is slow without flash-linear-attention.",
         sep="\n",

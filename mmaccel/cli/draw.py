@@ -85,7 +85,9 @@ def draw_pictures(
         raise UnknownName("format", form, FORMATS)
     is_session = Path(what).is_dir()
     if what != HEADS and not is_session:
-        is_pattern = not Path(what).exists() and what in registry("sparse")
+        is_pattern = not Path(what).exists() and Path(what).name == what and not Path(what).suffix
+        if is_pattern and what not in registry("sparse"):
+            raise UnknownName("pattern, table or session", what, registry("sparse"))
         layers, title = ([], "") if is_pattern else _named(what)
         if not output.parent.is_dir():
             raise RecipeError(f"--out: the folder {output.parent} does not exist; create it first.")

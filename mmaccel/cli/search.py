@@ -121,7 +121,8 @@ def search(
     echo(f"{output}: {layers}, {count} on {facts['tokens']} tokens")
     echo(f"heads: {heads}")
     echo(
-        f"pairs computed {format_attention_share(facts['kept'])}, mean error {facts['error']:.3f}, "
+        f"pairs computed {format_attention_share(facts['kept'])} without a recipe's dense_tail, mean error of the attention "
+        f"output {facts['error']:.3f}, "
         f"{facts['seconds']:.0f} s, peak memory {bytes_text(facts['peak_bytes'])} on {table['device']}"
     )
 

@@ -178,14 +178,14 @@ def _answer(answer: Fields, end: float, thumbnails: Thumbnails | None) -> str:
         whole = all(score is not None for score in scored)
         weights = scored if whole else [one["share"] for one in evidence]
         what = "of what reached the answer" if whole else "of the layers looked at it"
-        some = [
-            (one["seconds"], f"frame {_span(one['frames'])}: {weight:.1%} {what}")
-            for one, weight in zip(evidence, weights, strict=True)
-        ]
         count = answer.get("moments", len(evidence))
-        parts.append(
-            f"<p class=less>The {min(MOST, len(some))} of {count} moments seen that weigh most, best first.</p>"
-        )
+        told = f"The {min(MOST, len(evidence))} of {count} moments seen that weigh most, best first."
+        said = [f": {weight:.1%} {what}" for weight in weights]
+        if all(score is None for score in scored):  # as `mmaccel watch` says
+            told = "These were seen; this memory does not tell which of them the answer is based on."
+            said = [""] * len(evidence)
+        some = [(x["seconds"], _span(x["frames"]) + more) for x, more in zip(evidence, said, strict=True)]
+        parts.append(f"<p class=less>{told}</p>")
         parts += [
             _timeline([one["seconds"] for one in evidence], weights, end),
             _figures(some[:MOST], thumbnails),
@@ -195,7 +195,7 @@ def _answer(answer: Fields, end: float, thumbnails: Thumbnails | None) -> str:
 
 def _span(frames: Sequence[int]) -> str:
     first, last = frames
-    return str(first) if first == last else f"{first}-{last}"
+    return f"frame {first}" if first == last else f"frames {first}-{last}"
 
 
 def _figures(moments: Iterable[tuple[float, str]], thumbnails: Thumbnails | None) -> str:

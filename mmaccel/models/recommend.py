@@ -235,11 +235,11 @@ def recommend(
     near = [name for name in fits if name in LOSSLESS and found[name].total_s <= MARGIN * found[best].total_s]
     name = min(near, key=lambda one: found[one].total_s) if near else best
     if len(fits) == 1:
-        why = f"{name} alone fits"
+        why = "no other fits"
     elif name == best:
-        why = f"{name} takes least seconds of those that fit"
+        why = "it takes the least time of those that fit"
     else:
-        why = f"{name} says what the plain model says, and takes little longer than {best}"
+        why = f"it says what the plain model says, and takes little longer than {best}"
     return Recommendation(name, f"{why}: {format_seconds(found[name].total_s)} in all.", found, lacks, unfit)
 
 

@@ -140,7 +140,7 @@ FILM = ("recommend", "--minutes", "60", "--questions", "5", "--device", "h200", 
 def test_it_names_one_preset_and_says_what_does_not_fit(call: Call) -> None:
     status, out, err = call(*FILM, "--memory", "24GB", "--model", "llava-onevision-7b")
     assert (status, err) == (0, "")
-    assert "take film-many-questions: film-many-questions alone fits: " in out and out.count("lacks") == 2
+    assert "take film-many-questions: no other fits: " in out and out.count("lacks") == 2
     assert "captions: no, for it takes a draft model" in out
     told = call.object(*FILM, "--memory", "80GiB", "--draft", "qwen2.5-vl-3b", "--json")
     assert set(told["presets"]) == {"exact", "long-video", "film-many-questions", "captions", "everything"}

@@ -124,6 +124,14 @@ def test_ask_writes_a_page_and_so_does_report(call: Call, clip: str, ov: str, tm
         assert (other - frame).abs().mean() < 6
 
 
+def test_a_memory_that_does_not_tell_ranks_no_frames(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    words = f"watch {clip} --model {ov} --recipe full --fps 0.1 --max-new-tokens 1 --question hi".split()
+    assert call(*words, "--report", tmp_path / "page.html")[0] == 0
+    found = Page((tmp_path / "page.html").read_text())
+    assert "does not tell which of them" in found.text["p"]
+    assert not any(word in found.text["p"] + found.text["figcaption"] for word in ("%", "weigh most"))
+
+
 def test_watch_shows_the_frames_an_answer_rests_on(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
     made, run, recipe = tmp_path / "page.html", tmp_path / "run.json", tmp_path / "recipe.yaml"
     recipe.write_text(REKV)

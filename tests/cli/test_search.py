@@ -125,6 +125,7 @@ def test_draw_makes_a_map(table: Path, call: Call, tmp_path: Path, ending: str) 
 
 def test_draw_shows_what_a_pattern_computes(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "grid.svg"
+    assert "did you mean 'grid'?" in call.error("draw", "grids", "--out", path)
     status, out, err = call("draw", "grid", "--out", path, "--device", "cuda:99")  # which it does not use
     assert (status, err) == (0, "") and str(path) in out and "in the order of the plan" in path.read_text()
     assert out.endswith("in place of the (default): block 16 (64)\n")

@@ -149,7 +149,7 @@ def test_a_draft_costs_its_own_reading_and_gives_tokens() -> None:
 
 def test_the_preset_that_fits_is_taken_and_what_does_not_says_by_how_much() -> None:
     found = recommend(SIZES, work(frames=1800, questions=5, memory=24 * GB), DEVICE)
-    assert found.name == "film-many-questions" and found.why.startswith("film-many-questions alone fits")
+    assert found.name == "film-many-questions" and found.why.startswith("no other fits")
     lacks, _ = found.lacks["exact"]
     assert lacks == found.costs["exact"].device_bytes - 24 * GB > 0
     again = recommend(SIZES, work(frames=1800, questions=5, memory=24 * GB + lacks, host=0), DEVICE)

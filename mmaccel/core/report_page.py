@@ -246,7 +246,7 @@ def _costs(runs: Mapping[str, Fields]) -> str:
         "decode": lambda run: format_answer_speed(run.get("new_tokens"), run.get("tokens_per_s")),
         "prompt": number("prompt_tokens", "d", " tokens"),
         "pairs computed": number("kept", ".1%", " of causal, in the last prompt or ingestion"),
-        "peak memory": number("peak_bytes", ".0f", " MiB", 2**-20),
+        "peak memory": number("peak_bytes", ".0f", " MiB (on a CPU: the process's so far)", 2**-20),
         "memory holds": lambda run: describe_kv_memory(run.get("kv") or {}),
         "draft": lambda run: describe_draft({**(run.get("draft") or {}), "notes": ()}),  # they stand below
         "backend": lambda run: str(run.get("backend") or ""),

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import gc
 import itertools
 import json
 import socket
@@ -245,16 +244,15 @@ def deployed(number: int, saves: Path, make: Any = make, gpus: Sequence[int] = (
 
 
 def telling(saves: str) -> Engine:
-    """An engine whose metrics are what Python froze, and after how many seconds its threads take turns."""
+    """An engine whose metrics are the seconds after which Python's threads take turns."""
     engine = make(saves)
-    engine.metrics.prometheus_text = lambda: f"{gc.get_freeze_count()} {sys.getswitchinterval()}".encode()  # type: ignore[method-assign]
+    engine.metrics.prometheus_text = lambda: str(sys.getswitchinterval()).encode()  # type: ignore[method-assign]
     return engine
 
 
 def test_a_replica_s_process_is_tuned_for_streams(tmp_path: Path) -> None:
     with deployed(1, tmp_path, telling) as url:
-        frozen, seconds = httpx2.get(f"{url}/metrics", trust_env=False).text.split()
-    assert int(frozen) > 10_000 and float(seconds) < 0.005
+        assert float(httpx2.get(f"{url}/metrics", trust_env=False).text) < 0.005
 
 
 def surely(url: str, method: str, path: str, **body: Any) -> Any:

@@ -385,7 +385,7 @@ class VideoSession(FrameIntake):
                 self._live.close()
             self._live, self._closed = None, True
             self._stream_adapter.view.close_cached_objects()
-        for one in list(self._standing):  # that a report has begun
+        for one in list(self._standing):  # which a report began meanwhile
             one.stop()
 
     def __enter__(self) -> VideoSession:

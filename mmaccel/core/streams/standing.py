@@ -67,7 +67,7 @@ class StandingQuestion:
         self._thread = threading.Thread(target=self._run, name="mmaccel-standing", daemon=True)
         session._standing.append(self)
         _running.add(self)
-        if session._closed:  # meanwhile
+        if session._closed:  # it was closed meanwhile
             self.stop()
         self._thread.start()
 

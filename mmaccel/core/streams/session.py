@@ -379,7 +379,8 @@ class VideoSession(FrameIntake):
         """Close the session and release what its stream holds; a second call does nothing. Changes that standing questions
         (`on`) have found are reported first; answers of theirs that are not whole are dropped."""
         self._asking.check_not_answering()
-        end_questions(self._standing)
+        if self._standing:
+            end_questions(self._standing)
         with self._stream.hold(), self._asking.hold(), self._stream_adapter.turns.hold():
             if self._live is not None:
                 self._live.close()

@@ -22,6 +22,7 @@ from torch import Tensor
 from mmaccel.core.errors import MmaccelError, ModelError, quoted
 from mmaccel.core.files import outside
 
+OnHost = Callable[[Mapping[str, Tensor]], object]
 Wanted = Mapping[str, tuple[Sequence[int], torch.dtype]]
 """Shape and type of each tensor of a file; -1 in a shape stands for any size."""
 WAIT_S = 10.0
@@ -73,13 +74,15 @@ def write_or_defer(write: Callable[[], object], end: Callable[[], object] = lamb
         end()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors (also views and device tensors) into one safetensors file; raises OSError (see `defer_writes`)."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], then: OnHost = lambda host: None) -> None:
+    """Write tensors (also views and device tensors) into one safetensors file (see `defer_writes`), then call `then` with
+    what was written, on the host; raises OSError."""
     deferred, size = _deferred.get(), sum(tensor.nbytes for tensor in tensors.values())
     if deferred is None or size > deferred.room:
-        return _write_file(path, {name: one.detach().cpu().contiguous() for name, one in tensors.items()})
+        host = {name: one.detach().cpu().contiguous() for name, one in tensors.items()}
+        return _write_file(path, host, then)
     deferred.room -= size
-    deferred.work.append(partial(_write_copies, path, *_copy(tensors, deferred.ends)))
+    deferred.work.append(partial(_write_copies, path, *_copy(tensors, deferred.ends), then))
     return None
 
 
@@ -95,14 +98,14 @@ def _copy(tensors: Mapping[str, Tensor], ends: ExitStack) -> tuple[dict[str, Ten
     return {name: one.detach().to("cpu", copy=True) for name, one in tensors.items()}, {}
 
 
-def _write_copies(path: Path, copies: dict[str, Tensor], made: dict[Any, Any]) -> None:
+def _write_copies(path: Path, copies: dict[str, Tensor], made: dict[Any, Any], then: OnHost) -> None:
     for device, event in made.items():
         # On a stream of its own: passes that were launched since do not wait for the copy to the host.
         side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_event(event)
         with torch.cuda.stream(side):
             copies |= {name: _to_host(one, side) for name, one in copies.items() if one.device == device}
-    _write_file(path, {name: one.contiguous() for name, one in copies.items()})
+    _write_file(path, {name: one.contiguous() for name, one in copies.items()}, then)
 
 
 def _to_host(tensor: Tensor, side: Any) -> Tensor:
@@ -127,7 +130,7 @@ def _staging_room() -> Tensor | None:
     return None
 
 
-def _write_file(path: Path, host: dict[str, Tensor]) -> None:
+def _write_file(path: Path, host: dict[str, Tensor], then: OnHost) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -145,6 +148,7 @@ def _write_file(path: Path, host: dict[str, Tensor]) -> None:
         code = re.search(r"os error (\d+)", str(error))
         number = int(code.group(1)) if code else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from error
+    then(host)
 
 
 def read_tensors(path: Path, wanted: Wanted, device: torch.device) -> dict[str, Tensor]:

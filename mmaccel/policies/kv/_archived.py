@@ -23,8 +23,8 @@ from mmaccel.core.registry import policy as built
 from mmaccel.policies.kv._index import IndexPolicy
 from mmaccel.policies.kv._ingest import RUN
 from mmaccel.policies.kv._retrieval import ArchivedMemory
-from mmaccel.policies.kv._window import WindowedPolicy
-from mmaccel.policies.kv.store import HostStore, Spill, UnitShape
+from mmaccel.policies.kv._window import Pair, WindowedPolicy
+from mmaccel.policies.kv.store import HostStore, Spill, UnitShape, Window
 
 Prefetch = Literal["off", "query", "projected"]
 
@@ -364,14 +364,20 @@ class SharedArchive(ArchivedMemory):
         host = {"host_" + name.removeprefix("host_"): n for name, n in self.store.counters().items()}
         return {**super().counters(), **own, **host, "let_go": float(self._first - len(self.store.units(0)))}
 
-    def _save(self, folder: Path) -> None:
+    def _save(self, folder: Path) -> bool:
         self._part()
         self.index.save(folder)
-        self.store.save(folder / "store")
+        window = None
+        if self._count > self._first:
+            key, _, value = self._stacked_windows()
+            window = Window(self._first, (key, value))
+        self.store.save(folder / "store", window)
+        return True
 
-    def _load(self, folder: Path) -> None:
+    def _load(self, folder: Path) -> Pair | None:
         self.index.load(folder, self._count)
-        self.store.load(folder / "store", self._count)
+        window: Pair | None = self.store.load(folder / "store", self._count, self._first)
+        return window
 
     def close(self) -> None:
         _open.pop(self, None)

@@ -258,7 +258,7 @@ class TokenMemory(StreamMemory):
         resident = (self.held_columns() - self._headed) / self.stream.tokens_per_unit
         return {**super().counters(), "resident": resident, "pruned": self._facts["pruned"]}
 
-    def _save(self, folder: Path) -> None:
+    def _save(self, folder: Path) -> bool:
         tensors = {
             f"{name}.{layer}": tensor
             for layer, one in enumerate(self._held)
@@ -267,6 +267,7 @@ class TokenMemory(StreamMemory):
         }
         checkpoint_io.write_tensors(folder / "tokens.safetensors", tensors)
         checkpoint_io.write_json(folder / "tokens.json", {"clip": self.clip, **self._facts})
+        return False
 
     def _load(self, folder: Path) -> None:
         kinds = {"clip": int, "pruned": float, **self.FACTS}

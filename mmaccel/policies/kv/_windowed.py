@@ -69,11 +69,13 @@ class StreamMemory(IngestState):
     def _rewind(self, units: int, first: int) -> None:
         """Forget units from `units` on; those from `first` on are in the window again."""
 
-    def _save(self, folder: Path) -> None:
-        """Write what the subclass keeps."""
+    def _save(self, folder: Path) -> bool:
+        """Write what the subclass keeps; return whether the window is in it."""
+        return False
 
-    def _load(self, folder: Path) -> None:
-        """Read it; `_count` and `_first` are set."""
+    def _load(self, folder: Path) -> Pair | None:
+        """Read it, `_count` and `_first` are set; return the window, [L, G, n * P, D], if it is in it."""
+        return None
 
     # The way of a pass.
 
@@ -354,16 +356,16 @@ class StreamMemory(IngestState):
 
     def save(self, path: str | Path) -> None:
         folder = Path(path)
+        rings = {"head": self._heads} | ({} if self._save(folder) else {"window": self._rings})
         tensors = {
             f"{name}.{layer}.{side}": getattr(ring, side)
-            for name, rings in (("head", self._heads), ("window", self._rings))
-            for layer, ring in enumerate(rings)
+            for name, some in rings.items()
+            for layer, ring in enumerate(some)
             if ring is not None
             for side in ("key", "value")
         }
         checkpoint_io.write_tensors(folder / "window.safetensors", tensors)
         checkpoint_io.write_json(folder / "state.json", {"units": self._count, "first": self._first})
-        self._save(folder)
 
     def load(self, path: str | Path) -> None:
         folder, stream, geometry = Path(path), self.stream, self.geometry
@@ -371,7 +373,9 @@ class StreamMemory(IngestState):
         count, first = facts["units"], facts["first"]
         if not 0 <= first <= count or count - first > self.window:
             raise ModelError(f"{folder}: the window holds units {first} to {count}; the file is damaged.")
-        tokens = (count - first) * stream.tokens_per_unit
+        self._headed, self._count, self._first = stream.head, count, first
+        window = self._load(folder)
+        tokens = 0 if window is not None else (count - first) * stream.tokens_per_unit
         columns = {"head": stream.head} | ({"window": tokens} if tokens else {})
         wanted = {
             f"{name}.{layer}.{side}": ((1, geometry.kv_heads, n, geometry.head_dim), stream.dtype)
@@ -386,7 +390,8 @@ class StreamMemory(IngestState):
             for layer in range(geometry.layers if name in columns else 0):
                 key, value = (found[f"{name}.{layer}.{side}"] for side in ("key", "value"))
                 rings[layer] = Ring(key, self.rope.apply(key, head) if name == "head" else key, value)
-        self._headed, self._count, self._first = stream.head, count, first
+        if window is not None:
+            pairs = zip(*(side.to(self.device).unsqueeze(1) for side in window), strict=True)
+            self._rings = [Ring(key, key, value) for key, value in pairs]
         self._base = self.bases.base_of_unit(max(count - 1, 0))
         self._turn_rings()
-        self._load(folder)

@@ -160,12 +160,13 @@ class StreamMemState(TokenMemory):
     def nbytes(self) -> int:
         return super().nbytes() + (0 if self._open is None else self._open.nbytes)
 
-    def _save(self, folder: Path) -> None:
-        super()._save(folder)
+    def _save(self, folder: Path) -> bool:
+        with_window = super()._save(folder)
         rows = 0 if self._open is None else self._open.shape[0]
         checkpoint_io.write_json(folder / "open.json", {"come": self._come, "rows": rows})
         if self._open is not None:
             checkpoint_io.write_tensors(folder / "open.safetensors", {"features": self._open})
+        return with_window
 
     def _load(self, folder: Path) -> None:
         super()._load(folder)

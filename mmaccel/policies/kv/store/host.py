@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, StoreError
-from mmaccel.core.files.checkpoint_io import write_or_defer
 from mmaccel.core.memory.buffers import CopyQueues, QueueMark, on_device
 from mmaccel.core.registry import one_of
 from mmaccel.policies.kv.store import saved
@@ -81,8 +80,8 @@ class HostStore:
         self.lost: list[int] = []  # units forgotten to make room; whoever tells of them empties it
         self.relieve: Callable[[], bool] = lambda: False
         """Asked where all stores together have taken what they may: whether another one has given a slab back."""
-        self.written: dict[tuple[int, int], list[saved.SavedUnitsFile]] = {}
-        """The files of the last save, by layer and number, as far as their units are as they were then."""
+        self.written: dict[tuple[int, ...], list[saved.SavedUnitsFile]] = {}
+        """The files of the last save, by layers, as far as their units are as they were then."""
         self._saving = threading.Lock()  # `save` reads units when it no longer holds the model
         self.gather_tables = GatherTables(self.slabs, self.lanes, self.device)
         self._counts = dict.fromkeys((*COUNTED, "seconds_in", "seconds_out"), 0.0)
@@ -220,8 +219,8 @@ class HostStore:
         self.table.free_slots([unit for unit in self.units() if unit >= end])
         self.table.at.forget_from(end)
         self.lost = [unit for unit in self.lost if unit < end]
-        for place, files in self.written.items():
-            self.written[place] = [one for one in files if one.units[-1] < end]
+        for layers, files in self.written.items():
+            self.written[layers] = [one for one in files if one.units[-1] < end]
 
     def drop_units(self, units: Sequence[int]) -> None:
         """Forget `units` (frames) in all layers, whether held or not."""
@@ -302,19 +301,21 @@ class HostStore:
             "index_bytes": float(self.nbytes()),
         }
 
-    def save(self, folder: Path) -> None:
-        """Write all units (frames) to `folder`, at the end of `defer_writes`; raises `StoreError` if that fails."""
+    def save(self, folder: Path, window: saved.Window | None = None) -> None:
+        """Write all units (frames) to `folder`, at the end of `defer_writes`, and those of a memory's `window` as they are
+        now; raises `StoreError` if that fails."""
         self._saving.acquire()
-        write_or_defer(partial(saved.write_store, self, folder), self._saving.release)
+        saved.save_store(self, folder, window, self._saving.release)
 
-    def load(self, folder: Path, end: int = MOST) -> None:
-        """Replace the contents by the units (frames) below `end` saved in `folder`; these are not counted. Raises
-        `StoreError` if files are damaged or do not fit here: then close the store, which may hold a part."""
+    def load(self, folder: Path, end: int = MOST, first: int | None = None) -> saved.Sides | None:
+        """Replace the contents by the units (frames) below `end` saved in `folder`, uncounted. Return the window, units from
+        `first` on, if it was saved there. Raises `StoreError` if files are damaged or do not fit here: then close the store,
+        which may hold a part."""
         self.forget_from(0)
         self._settle_times(0)
         before = dict(self._counts), self._dropped
         try:
-            saved.read_store(self, folder, end)
+            return saved.read_store(self, folder, end if first is None else first, end)
         finally:
             self._settle_times(0)
             self._counts, self._dropped = before

@@ -1,9 +1,11 @@
 """Saves write what is new; and faults a store survives: a full disk, a host without memory, a damaged save."""
 
 import errno
+import itertools
 import json
 import os
 import threading
+import zlib
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -30,12 +32,33 @@ from tests.spies import broken, crossed
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved, "FILE_BYTES", 4 * UNIT_BYTES)
+    monkeypatch.setattr(saved, "FILE_BYTES", 4 * LAYERS * UNIT_BYTES)
     monkeypatch.setattr(saved, "FILES", 2)
 
 
 def files(folder: Path) -> dict[int, str]:
     return {one.stat().st_ino: one.name for one in folder.glob("store-*")}
+
+
+def make_former(folder: Path, version: int, first: int = 99) -> None:
+    """Turn a saved store into one of a version before 4: a file has one layer, and no unit of the window from `first` on."""
+    index, names = folder / "store.json", itertools.count()
+    told, pieces = json.loads(index.read_text()), []
+    for piece in told["pieces"]:
+        sides = load_file(folder / piece["file"])
+        (folder / piece["file"]).unlink()
+        kept = [unit for unit in piece["units"] if unit < first]
+        for row, layer in enumerate(piece["layers"] if kept else ()):
+            rows = (sides[side][row].unflatten(1, (len(piece["units"]), -1)) for side in ("key", "value"))
+            units = torch.stack(tuple(rows)).permute(2, 0, 1, 3, 4)[: len(kept)].contiguous()
+            save_file({"units": units}, folder / (name := f"former-{next(names)}.safetensors"))
+            about = {
+                "layer": layer,
+                "units": kept,
+                "crc": zlib.crc32(units.view(-1).view(torch.uint8).numpy()),
+            }
+            pieces.append({**piece, **about, "file": name, **({"groups": [5]} if version == 1 else {})})
+    index.write_text(json.dumps({**told, "version": version, "pieces": pieces}))
 
 
 def loads(folder: Path, units: list[int]) -> None:
@@ -51,38 +74,51 @@ def test_what_was_written_is_not_written_again(tmp_path: Path) -> None:
     fill(store, list(range(6, 11)))
     store.save(tmp_path / "two")
     first, second = files(tmp_path / "one"), files(tmp_path / "two")
-    assert len(first) == 2 * LAYERS and len(second) == 4 * LAYERS
-    assert first.keys() < second.keys()
+    assert len(first) == 2 and len(second) == 4 and first.keys() < second.keys()
     loads(tmp_path / "one", list(range(6)))
     for one in (tmp_path / "one").iterdir():
         one.unlink()
     loads(tmp_path / "two", list(range(11)))
     store.save(tmp_path / "three")
-    third = files(tmp_path / "three")
-    assert len(third) == 3 * LAYERS and len(third.keys() & second.keys()) == 2 * LAYERS, "4 to 7 are in one"
-    store.save(tmp_path / "four")
-    assert files(tmp_path / "four").keys() == third.keys()
+    assert files(tmp_path / "three").keys() == second.keys()
 
 
 MERGED = {
-    2: [(1, 0), (2, 1), (1, 0), (2, 1), (2, 0), (3, 2)],
-    9: [(1, 0), (2, 1), (3, 2), (4, 3), (2, 0), (3, 2)],
+    (2, 4): [(1, 0), (2, 1), (1, 0), (2, 1), (3, 2), (2, 1), (3, 2)],
+    (3, 9): [(1, 0), (2, 1), (3, 2), (1, 0), (2, 1), (3, 2), (4, 3), (2, 1)],
+    (9, 4): [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4)],
 }
-"""Most files of a group of four units -> after each unit, files of a layer, and how many of them were there before."""
+"""Small files that become one, and units that fill a file -> after each unit, files, and how many were there before."""
 
 
 @pytest.mark.parametrize("most", MERGED)
-def test_many_small_files_become_one_and_no_unit_is_left_out(tmp_path: Path, monkeypatch, most: int) -> None:
-    monkeypatch.setattr(saved, "FILES", most)
+def test_many_small_files_become_one_and_no_unit_is_left_out(tmp_path: Path, monkeypatch, most) -> None:
+    monkeypatch.setattr(saved, "FILES", most[0])
+    monkeypatch.setattr(saved, "FILE_BYTES", most[1] * LAYERS * UNIT_BYTES)
     store, counts, before = open_store(), [], dict[int, str]()
-    for unit in range(6):
+    for unit in range(len(MERGED[most])):
         fill(store, [unit])
         store.save(tmp_path / str(unit))
         now = files(tmp_path / str(unit))
-        counts.append((len(now) // LAYERS, len(now.keys() & before.keys()) // LAYERS))
+        counts.append((len(now), len(now.keys() & before.keys())))
         before = now
         loads(tmp_path / str(unit), list(range(unit + 1)))
     assert counts == MERGED[most]
+
+
+def test_few_files_hold_many_units_and_each_is_written_few_times(tmp_path: Path, monkeypatch) -> None:
+    """The number of either grows as the logarithm of the number of units, until files are full."""
+    monkeypatch.setattr(saved, "FILES", 8)
+    monkeypatch.setattr(saved, "FILE_BYTES", 2**30)
+    store, written, most = open_store(600), 0, 0
+    for unit in range(300):
+        fill(store, [unit])
+        store.save(tmp_path / str(unit))
+        sizes = [one.stat() for one in (tmp_path / str(unit)).glob("store-*")]
+        written += sum(one.st_size for one in sizes if one.st_nlink == 1)
+        most = max(most, len(sizes))
+    assert most <= 24 and written < 4 * 300 * LAYERS * (UNIT_BYTES + 200)
+    loads(tmp_path / "299", list(range(300)))
 
 
 def test_a_folder_that_is_made_again_has_no_file_of_another_layer(tmp_path: Path) -> None:
@@ -141,7 +177,7 @@ def test_what_is_cut_is_written_anew(tmp_path: Path) -> None:
     for layer in range(LAYERS):
         store.put_layer(layer, [6, 7], *contents(layer, [6, 7], salt=1))
     store.save(tmp_path / "two")
-    assert len(files(tmp_path / "one").keys() & files(tmp_path / "two").keys()) == LAYERS
+    assert len(files(tmp_path / "one").keys() & files(tmp_path / "two").keys()) == 1
     other = open_store()
     other.load(tmp_path / "two")
     check(other, 1, [6, 7], salt=1)
@@ -168,7 +204,7 @@ def test_what_is_forgotten_leaves_the_other_files(tmp_path: Path) -> None:
     store.drop_units([8, 9, 10, 13])
     store.save(tmp_path / "three")
     kept = files(tmp_path / "two").keys() & files(tmp_path / "three").keys()
-    assert len(kept) == 4 * LAYERS, "all but that of units 8 to 11"
+    assert len(kept) == 4, "all but that of units 8 to 11"
     loads(tmp_path / "three", store.units(0))
 
 
@@ -227,7 +263,7 @@ def test_what_the_host_has_is_read_from_the_system(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "damage", ["none", "former", "short", "flip", "json", "missing", "shape", "version", "list"]
+    "damage", ["none", "former", "short", "flip", "json", "missing", "shape", "version", "list", "twice"]
 )
 def test_what_was_saved_comes_back_or_is_refused(tmp_path: Path, damage: str) -> None:
     store = filled([0, 1, 2, 3, 4, 5, 9], 8, cap=16 * UNIT_BYTES, spill="disk", folder=tmp_path / "spilled")
@@ -247,16 +283,16 @@ def test_what_was_saved_comes_back_or_is_refused(tmp_path: Path, damage: str) ->
     elif damage == "missing":
         first.unlink()
     elif damage == "shape":
-        save_file({"units": load_file(first)["units"][:, :, :, :1].contiguous()}, first)
+        save_file({name: one[..., :1].contiguous() for name, one in load_file(first).items()}, first)
     elif damage == "version":
         index.write_text(json.dumps({**told, "version": 99}))
     elif damage == "list":
         index.write_text(json.dumps({**told, "pieces": [*told["pieces"][:-1], {"file": first.name}]}))
+    elif damage == "twice":
+        told["pieces"][0]["units"][1] = told["pieces"][0]["units"][0]
+        index.write_text(json.dumps(told))
     elif damage == "former":
-        pieces = [
-            {**stream_pass, "groups": [5] * len(stream_pass["units"])} for stream_pass in told["pieces"]
-        ]
-        index.write_text(json.dumps({**told, "version": 1, "pieces": pieces}))
+        make_former(tmp_path / "saved", 1)
     other = filled([2, 30], 8)
     if damage not in ("none", "former"):
         with pytest.raises(StoreError, match=r"(?<!\.\)); save it again\.$"):

@@ -28,6 +28,7 @@ from mmaccel.core.streams import session_io
 from mmaccel.media import container
 from mmaccel.media.preprocess import load_frames, load_image
 from mmaccel.models import chat
+from mmaccel.policies.kv.store import saved as stored
 from tests.fuzz.trial import Case, changed, damaged, odd, try_apart, try_here
 from tests.media.films import write_film
 from tests.models.streams import QUESTION
@@ -171,8 +172,7 @@ def reseal(place: Path) -> None:
         with suppress(ValueError, LookupError, TypeError, AttributeError, OSError):
             told = json.loads(index.read_text())
             for piece in told["pieces"]:
-                units = tensors_of((index.parent / piece["file"]).read_bytes())["units"]
-                piece["crc"] = zlib.crc32(units.contiguous().view(-1).view(torch.uint8).numpy())
+                piece["crc"] = stored._checksum(tensors_of((index.parent / piece["file"]).read_bytes()))
             index.write_text(json.dumps(told))
     resealed(place)
 

@@ -24,7 +24,7 @@ from mmaccel.policies.kv._index import IndexPolicy
 from mmaccel.policies.kv._ingest import RUN
 from mmaccel.policies.kv._retrieval import ArchivedMemory
 from mmaccel.policies.kv._window import Pair, WindowedPolicy
-from mmaccel.policies.kv.store import HostStore, Spill, UnitShape, Window
+from mmaccel.policies.kv.store import HostStore, Rows, Spill, UnitShape, Window
 
 Prefetch = Literal["off", "query", "projected"]
 
@@ -367,17 +367,17 @@ class SharedArchive(ArchivedMemory):
     def _save(self, folder: Path) -> bool:
         self._part()
         self.index.save(folder)
-        window = None
-        if self._count > self._first:
-            key, _, value = self._stacked_windows()
-            window = Window(self._first, (key, value))
-        self.store.save(folder / "store", window)
+        rows, pairs = self.index.rows(), [(one.key, one.value) for one in self._rings if one is not None]
+        window = Window(self._first, pairs) if self._count > self._first else None
+        units = self.index.at.units_of(len(next(iter(rows.values()))))
+        self.store.save(folder / "store", window, Rows(units.tolist(), rows))
         return True
 
-    def _load(self, folder: Path) -> Pair | None:
-        self.index.load(folder, self._count)
-        window: Pair | None = self.store.load(folder / "store", self._count, self._first)
-        return window
+    def _load(self, folder: Path) -> Sequence[Pair] | None:
+        found: tuple[Sequence[Pair] | None, Rows | None]
+        found = self.store.load(folder / "store", self._count, self._first, self.index.rows())
+        self.index.load(folder, self._count, found[1])
+        return found[0]
 
     def close(self) -> None:
         _open.pop(self, None)

@@ -19,7 +19,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.decoding.replay import CudaGraphCache, GraphBuffers
 from mmaccel.core.memory.buffers import as_words, on_device
 from mmaccel.core.memory.kv import KVView, Stream, StreamPass
-from mmaccel.policies.kv._index import Index, compact_slots
+from mmaccel.policies.kv._index import Index
 from mmaccel.policies.kv._ingest import Bases
 from mmaccel.policies.kv._prefetch import Prefetcher
 from mmaccel.policies.kv._window import Pair
@@ -251,3 +251,12 @@ class EncodingMemory(StreamMemory):
         lost = self.store.put_layers(layers, range(first, first + count), pairs)
         if lost:
             self.index.forget(lost)
+
+
+def compact_slots(units: Tensor, base: int, first: int, even: bool) -> Tensor:
+    """Return time slots [n], counted from the offset `base`, for units (frames) `units` [n], ascending, before `first`, the
+    window's first. Units before `base` get slots close behind it, in order; all slots stay before the window."""
+    rank = torch.arange(len(units), device=units.device)
+    room = first - base - 1 - rank[-1]
+    there = torch.maximum(units - base, rank) if even else rank + room
+    return torch.minimum(there, rank + room).clamp_min(0)

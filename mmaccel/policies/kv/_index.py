@@ -20,12 +20,13 @@ from torch import Tensor
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry
-from mmaccel.core.errors import RecipeError
-from mmaccel.core.layout import PositionIds
+from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.files import checkpoint_io
 from mmaccel.core.memory.buffers import UnitRowMap, is_too_long, on_device
 from mmaccel.core.memory.kv import Stream, grow_buffer
 from mmaccel.core.registry import Policy
 from mmaccel.policies.kv._window import Pair
+from mmaccel.policies.kv.store import Rows
 
 LEAST = 256
 """Units that are no more are let go of when they are so many at least."""
@@ -359,42 +360,30 @@ class Index(ABC):
         return {"index_bytes": float(self.nbytes())}
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write the index of frames into `folder`."""
+    def rows(self) -> dict[str, Tensor]:
+        """Return by name what the index keeps of each unit (frame), [N, ...] by row; rows do not change, but go and move."""
 
     @abstractmethod
-    def load(self, folder: Path, units: int) -> None:
-        """Read what `save` wrote for a stream of `units` units (frames); raises `ModelError` if it does not fit."""
+    def save(self, folder: Path) -> None:
+        """Write all but `rows` into `folder`."""
 
+    @abstractmethod
+    def load(self, folder: Path, units: int, rows: Rows | None) -> None:
+        """Read what `save` wrote for a stream of `units` units (frames), and its `rows`, None if an earlier version wrote
+        them into `folder`; raises `ModelError` if it does not fit."""
 
-def unit_positions(positions: PositionIds, entries: Tensor, count: int, compact: bool) -> Tensor:
-    """Return the positions [k * P] or [3, k * P] of the tokens of the units (frames) `entries` [k], ascending, in a stream
-    of `count` units: their own, or consecutive ones from unit 0 on if `compact`."""
-    if compact:
-        return positions.position_range(0, len(entries))
-    if len(entries) == count:
-        return positions.positions_by_time(0, count)
-    return positions.of_units(entries, count - 1, own=True)
+    def _load_rows(
+        self, folder: Path, facts: dict[str, Any], gone: str, units: int, rows: Rows | None
+    ) -> tuple[int, dict[str, Tensor]]:
+        """Set `at`, and `absent` to the rows `gone`, as `facts` say; return how many rows there are, and their tensors."""
+        count = self.at.load_dict(facts, units)
+        if rows is not None and rows.units != self.at.units_of(count).tolist():
+            raise ModelError(f"{folder}: the index has rows of other units than the stream; it is damaged.")
+        self.absent = torch.zeros(count, dtype=torch.bool)
+        self.absent[checkpoint_io.check_ints(facts[gone], f"index: {gone}", count)] = True
+        return count, self._former_rows(folder, count) if rows is None else rows.tensors
 
-
-def summary_positions(
-    positions: PositionIds, time: Tensor, entries: Tensor, count: int, compact: bool, middle: int
-) -> Tensor:
-    """Return positions [k] or [3, k] for summary tokens: that of token `middle` of the unit (frame) nearest the mean unit
-    number `time` [k]; if `compact`, of the first retrieved unit (`entries`) not before that time."""
-    if compact and len(entries) < count:
-        numbers = torch.searchsorted(entries.to(time), time).clamp(max=len(entries) - 1)
-    else:
-        numbers = time.round().long()
-    # What is no cluster may have any time. (Not below `count`: that is another at the next question.)
-    numbers = numbers.clamp(0, positions.position_table_capacity(count, not compact) - 1)
-    return positions.of_units(numbers, count - 1, middle, not compact)
-
-
-def compact_slots(units: Tensor, base: int, first: int, even: bool) -> Tensor:
-    """Return time slots [n], counted from the offset `base`, for units (frames) `units` [n], ascending, before `first`, the
-    window's first. Units before `base` get slots close behind it, in order; all slots stay before the window."""
-    rank = torch.arange(len(units), device=units.device)
-    room = first - base - 1 - rank[-1]
-    there = torch.maximum(units - base, rank) if even else rank + room
-    return torch.minimum(there, rank + room).clamp_min(0)
+    def _former_rows(self, folder: Path, count: int) -> dict[str, Tensor]:
+        """Read `count` rows that an earlier version wrote, the index `clusters` into this file."""
+        wanted = {name: ((count, *one.shape[1:]), one.dtype) for name, one in self.rows().items()}
+        return checkpoint_io.read_tensors(folder / "clusters.safetensors", wanted, torch.device("cpu"))

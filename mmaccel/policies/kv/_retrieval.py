@@ -15,10 +15,11 @@ from torch import Tensor
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.memory.kv import Stream, StreamPass
 from mmaccel.policies.kv._encoding import EncodingMemory
-from mmaccel.policies.kv._index import SearchResult, summary_positions, unit_positions
+from mmaccel.policies.kv._index import SearchResult
 from mmaccel.policies.kv._prefetch import QueryPrediction
 from mmaccel.policies.kv._window import Angles, Look, QuestionView, words_of
 from mmaccel.policies.kv.store.slabs import view_by_unit
@@ -304,3 +305,27 @@ class ArchivedMemory(EncodingMemory):
         self.index.forget_from(first)
         self.prefetcher.forget_from(first)
         self.store.forget_from(first)
+
+
+def unit_positions(positions: PositionIds, entries: Tensor, count: int, compact: bool) -> Tensor:
+    """Return the positions [k * P] or [3, k * P] of the tokens of the units (frames) `entries` [k], ascending, in a stream
+    of `count` units: their own, or consecutive ones from unit 0 on if `compact`."""
+    if compact:
+        return positions.position_range(0, len(entries))
+    if len(entries) == count:
+        return positions.positions_by_time(0, count)
+    return positions.of_units(entries, count - 1, own=True)
+
+
+def summary_positions(
+    positions: PositionIds, time: Tensor, entries: Tensor, count: int, compact: bool, middle: int
+) -> Tensor:
+    """Return positions [k] or [3, k] for summary tokens: that of token `middle` of the unit (frame) nearest the mean unit
+    number `time` [k]; if `compact`, of the first retrieved unit (`entries`) not before that time."""
+    if compact and len(entries) < count:
+        numbers = torch.searchsorted(entries.to(time), time).clamp(max=len(entries) - 1)
+    else:
+        numbers = time.round().long()
+    # What is no cluster may have any time. (Not below `count`: that is another at the next question.)
+    numbers = numbers.clamp(0, positions.position_table_capacity(count, not compact) - 1)
+    return positions.of_units(numbers, count - 1, middle, not compact)

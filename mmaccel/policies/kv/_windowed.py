@@ -5,6 +5,7 @@ Letters: G key/value heads, D head size, P tokens a unit (frame), n columns of a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,8 @@ class StreamMemory(IngestState):
         """Write what the subclass keeps; return whether the window is in it."""
         return False
 
-    def _load(self, folder: Path) -> Pair | None:
-        """Read it, `_count` and `_first` are set; return the window, [L, G, n * P, D], if it is in it."""
+    def _load(self, folder: Path) -> Sequence[Pair] | None:
+        """Read it, `_count` and `_first` are set; return the window of each layer, on the host, if it is in it."""
         return None
 
     # The way of a pass.
@@ -390,8 +391,8 @@ class StreamMemory(IngestState):
             for layer in range(geometry.layers if name in columns else 0):
                 key, value = (found[f"{name}.{layer}.{side}"] for side in ("key", "value"))
                 rings[layer] = Ring(key, self.rope.apply(key, head) if name == "head" else key, value)
-        if window is not None:
-            pairs = zip(*(side.to(self.device).unsqueeze(1) for side in window), strict=True)
-            self._rings = [Ring(key, key, value) for key, value in pairs]
+        for layer, pair in enumerate(window or ()):
+            key, value = (side.to(self.device) for side in pair)
+            self._rings[layer] = Ring(key, key, value)
         self._base = self.bases.base_of_unit(max(count - 1, 0))
         self._turn_rings()

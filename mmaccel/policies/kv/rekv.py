@@ -20,6 +20,7 @@ from mmaccel.policies.kv._archived import ArchivedPolicy
 from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, SearchTables
 from mmaccel.policies.kv._ingest import unit_means
 from mmaccel.policies.kv._window import Pair
+from mmaccel.policies.kv.store import Rows
 
 
 class FrameIndex(Index):
@@ -75,42 +76,30 @@ class FrameIndex(Index):
         self.at.clear()
         self.restore(0)
 
-    def save(self, folder: Path) -> None:
+    def rows(self) -> dict[str, Tensor]:
         sides = {"mean": self.key} | ({"mean_value": self.value} if self.summaries else {})
-        shape = self._units, self.geometry.kv_heads, self.geometry.head_dim
-        checkpoint_io.write_tensors(
-            folder / "index.safetensors",
-            {
-                f"{name}.{layer}": rows[: self._units].view(shape).transpose(0, 1)[None].contiguous()
-                for name, side in sides.items()
-                for layer, rows in enumerate(side)
-                if self._units
-            },
-        )
+        return {name: side[:, : self._units].transpose(0, 1) for name, side in sides.items()}
+
+    def save(self, folder: Path) -> None:
         facts = {"gone": self.absent.nonzero()[:, 0].tolist(), **self.at.to_dict()}
         checkpoint_io.write_json(folder / "index.json", facts)
 
-    def load(self, folder: Path, units: int) -> None:
+    def load(self, folder: Path, units: int, rows: Rows | None) -> None:
         facts = checkpoint_io.read_json(folder / "index.json", {"gone": list})
-        units = self.at.load_dict(facts, units)
-        groups, size = self.geometry.kv_heads, self.geometry.head_dim
-        names = ("mean", "mean_value") if self.summaries else ("mean",)
-        wanted = {
-            f"{name}.{layer}": ((1, groups, units, size), self.key.dtype)
-            for name in names
-            for layer in range(self.layers)
-            if units
-        }
-        found = checkpoint_io.read_tensors(folder / "index.safetensors", wanted, self.device)
-        for side, name in zip(("key", "value"), names, strict=False):
-            held = grow_buffer(getattr(self, side), 1, units, fill=0, share=SPARE)
+        count, means = self._load_rows(folder, facts, "gone", units, rows)
+        for side, mean in zip(("key", "value"), means.values(), strict=False):
+            held = grow_buffer(getattr(self, side), 1, count, fill=0, share=SPARE)
             setattr(self, side, held)
-            for layer in range(self.layers if units else 0):
-                held[layer, :units] = found[f"{name}.{layer}"][0].transpose(0, 1).flatten(1)
-        gone = checkpoint_io.check_ints(facts["gone"], "index.json: gone", units)
-        self.absent = pad(torch.zeros(0, dtype=torch.bool), (0, units))
-        self.absent[gone] = True
-        self._units, self._ready = units, None
+            held[:, :count] = mean.transpose(0, 1)
+        self._units, self._ready = count, None
+
+    def _former_rows(self, folder: Path, count: int) -> dict[str, Tensor]:
+        layers, names = range(self.layers), [*self.rows()]
+        size = 1, self.geometry.kv_heads, count, self.geometry.head_dim
+        wanted = {f"{name}.{layer}": (size, self.key.dtype) for name in names for layer in layers if count}
+        found = checkpoint_io.read_tensors(folder / "index.safetensors", wanted, self.device)
+        rows = {name: [found[f"{name}.{layer}"][0] for layer in layers] for name in names if count}
+        return {name: torch.stack(some).permute(2, 0, 1, 3).flatten(2) for name, some in rows.items()}
 
 
 @register("index", "frames")

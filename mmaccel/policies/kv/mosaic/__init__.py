@@ -27,6 +27,7 @@ from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable
 from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
 from mmaccel.policies.kv.mosaic.split import Params, UnitMeans
+from mmaccel.policies.kv.store import Rows
 
 SPLIT = dict(smallest=4, largest=32, tau_small=1.25, tau_large=2, alpha=8, new_scene=2, gain=0.05, unmix=0.5)
 BATCHED = "attention", "feed", "match"
@@ -271,15 +272,17 @@ class ClusterIndex(Index):
         }
         return {**super().counters(), **{name: float(count) for name, count in own.items()}}
 
+    def rows(self) -> dict[str, Tensor]:
+        means = self.tree.means
+        return {"look": means.visuals, "key": means.keys, "value": means.values}
+
     def save(self, folder: Path) -> None:
         self.cluster_units()
         self.tree.save(folder, {"absent": self.absent.nonzero()[:, 0].tolist(), **self.at.to_dict()})
 
-    def load(self, folder: Path, units: int) -> None:
-        units = self.at.load_dict(checkpoint_io.read_json(folder / "clusters.json", {}), units)
-        gone = self.tree.load(folder, units)
-        self.absent = torch.zeros(units, dtype=torch.bool)
-        self.absent[gone] = True
+    def load(self, folder: Path, units: int, rows: Rows | None) -> None:
+        facts = checkpoint_io.read_json(folder / "clusters.json", {"absent": list})
+        self.tree.load(folder, *self._load_rows(folder, facts, "absent", units, rows))
         self.refresh()
 
 

@@ -22,7 +22,7 @@ from mmaccel.core.memory.buffers import single_cpu_thread
 from mmaccel.policies.kv.mosaic.clusters import Array, ClusterTable, NearestCluster, cosines, welford
 from mmaccel.policies.kv.mosaic.split import FLOOR, Params, SplitBounds, UnitMeans, kmeans, split_exceeding
 
-FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absent": list}
+FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict}
 MOST = 1 << 53  # saved counters are below this
 ZERO = torch.zeros(1, dtype=torch.long)
 FIRST = ZERO.numpy()
@@ -84,11 +84,10 @@ class ClusterHierarchy:
         level.lazy &= owed
 
     def save(self, folder: Path, more: dict[str, Any]) -> None:
-        """Write clusters and unit means into `folder`, with facts `more` (JSON-ready), such as which units are absent."""
-        means = self.means
-        kept = {"look": means.visuals, "key": means.keys, "value": means.values}
-        if means.centre is not None:
-            kept |= {"centre_look": means.centre[0], "centre_key": means.centre[1]}
+        """Write clusters into `folder`, with facts `more` (JSON-ready), such as which units are absent."""
+        kept = dict[str, Tensor]()
+        if self.means.centre is not None:
+            kept |= zip(("centre_look", "centre_key"), self.means.centre, strict=True)
             for (name, level), bounds in zip(self.levels().items(), self.bounds, strict=True):
                 kept |= {f"{name}.{row}": value for row, value in level.tensors().items()}
                 kept[f"{name}.threshold"] = torch.stack([bounds.small, bounds.large])
@@ -97,8 +96,9 @@ class ClusterHierarchy:
         told = {**facts, **more, "counters": dict(self.counters)}
         checkpoint_io.write_json(folder / "clusters.json", told)
 
-    def load(self, folder: Path, units: int) -> list[int]:
-        """Read what `save` wrote of a stream of `units` units; return the absent ones. Raises `ModelError` if it fails."""
+    def load(self, folder: Path, units: int, rows: dict[str, Tensor]) -> None:
+        """Read what `save` wrote of `units` units, whose means are `rows` ("look", "key", "value"); raises `ModelError` if
+        it does not fit."""
         means, rules = self.means, self.rules
         facts = checkpoint_io.read_json(folder / "clusters.json", FACTS)
         if facts["units"] != units or len(facts["buffer"]) != self.layers:
@@ -106,8 +106,7 @@ class ClusterHierarchy:
                 f"{folder}: clusters of {facts['units']} units are beside {units} units; it is damaged."
             )
         look, layers, width = means.visuals.shape[1], *means.keys.shape[1:]
-        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"look": ((units, look), means.work)}
-        wanted |= dict.fromkeys(("key", "value"), ((units, layers, width), means.keys.dtype))
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         levels = {"visual": self.visual, "semantic": self.semantic} if facts["started"] else {}
         for name, level in levels.items():
             wanted |= {f"{name}.{row}": one for row, one in level.tensor_shapes(units).items()}
@@ -118,8 +117,7 @@ class ClusterHierarchy:
         count = found["semantic.size"].shape[1] if levels else 0
         self.buffer = [checkpoint_io.check_ints(x, "clusters.json: buffer", count) for x in facts["buffer"]]
         checkpoint_io.check_ints(list(facts["counters"].values()), "clusters.json: counters", MOST)
-        absent = checkpoint_io.check_ints(facts["absent"], "clusters.json: absent", units)
-        means.append(found["look"], found["key"], found["value"])
+        means.append(rows["look"], rows["key"], rows["value"])
         self.units, self.counters = units, Counter(facts["counters"])
         for name, level in levels.items():
             above = self.visual.size if level is self.semantic else None
@@ -128,7 +126,6 @@ class ClusterHierarchy:
             small, large = found[f"{name}.threshold"]
             self.bounds += (rules.make_split_bounds(small, large, visual=above is None),)
             means.centre = found["centre_look"], found["centre_key"]
-        return absent
 
     @property
     def has_clusters(self) -> bool:

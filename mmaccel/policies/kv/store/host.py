@@ -301,21 +301,21 @@ class HostStore:
             "index_bytes": float(self.nbytes()),
         }
 
-    def save(self, folder: Path, window: saved.Window | None = None) -> None:
-        """Write all units (frames) to `folder`, at the end of `defer_writes`, and those of a memory's `window` as they are
-        now; raises `StoreError` if that fails."""
+    def save(self, folder: Path, window: saved.Window | None = None, rows: saved.Rows | None = None) -> None:
+        """Write all units (frames), `window` and `rows` as they are now, at the end of `defer_writes`; raises OSError."""
         self._saving.acquire()
-        saved.save_store(self, folder, window, self._saving.release)
+        saved.save_store(self, folder, window, rows, self._saving.release)
 
-    def load(self, folder: Path, end: int = MOST, first: int | None = None) -> saved.Sides | None:
+    def load(
+        self, folder: Path, end: int = MOST, first: int | None = None, rows: saved.Tensors | None = None
+    ) -> tuple[saved.Pairs | None, saved.Rows | None]:
         """Replace the contents by the units (frames) below `end` saved in `folder`, uncounted. Return the window, units from
-        `first` on, if it was saved there. Raises `StoreError` if files are damaged or do not fit here: then close the store,
-        which may hold a part."""
+        `first` on, and rows, like `rows` [n, ...], saved there. Raises `StoreError` on failure: close the store then."""
         self.forget_from(0)
         self._settle_times(0)
         before = dict(self._counts), self._dropped
         try:
-            return saved.read_store(self, folder, end if first is None else first, end)
+            return saved.read_store(self, folder, end if first is None else first, end, rows or {})
         finally:
             self._settle_times(0)
             self._counts, self._dropped = before

@@ -13,8 +13,8 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,20 +30,20 @@ VERSIONS = 1, 2, 3, 4
 the second held no units but those of the store; files of the third were of one layer, and held no unit of a window."""
 INDEX = "store.json"
 FILE_BYTES, FILES = 256 * 2**20, 8
-"""The most bytes of a file, unless a unit has more; and how many small files in a row become one. A small file has at most
-that share of the units that fill a file."""
+"""The most bytes of a file, unless a unit has more; and how many files in a row become one, if it has room for them."""
 NEVER = 1 << 62
 
 
-Sides = tuple[Tensor, Tensor]
-"""Keys and values [L, G, n * P, D] of n units (frames) of all layers, on the host if they were read."""
+Tensors = Mapping[str, Tensor]
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values [1, G, n * P, D] of n units (frames), of each layer."""
 
 
 class Window(NamedTuple):
     """Units (frames) from `first` on, which the store does not hold yet."""
 
     first: int
-    sides: Sides
+    pairs: Pairs
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,30 @@ class SavedUnitsFile:
     identity: tuple[int, ...]
 
 
+class Rows(NamedTuple):
+    """Tensors [n, ...] by name, of n `units` (frames), ascending: what a memory's index keeps of each."""
+
+    units: list[int]
+    tensors: dict[str, Tensor]
+
+
 @dataclass(frozen=True)
 class _Group:
-    """Layers that hold the same `units` (frames), ascending: the `files` that a save has of them, and those of the last save
-    that it has yet to link."""
+    """What a save keeps of some layers that hold the same `units` (frames), ascending; or `Rows`, if there are no `layers`.
+
+    most     units that fill a file
+    first    units from this one on may change after the save, or their number
+    tensors  some of the units -> what their file holds
+    files    those of this save; `to_link`: those of the last one that are still to be linked
+    """
 
     layers: tuple[int, ...]
     units: list[int]
-    files: list[SavedUnitsFile]
-    to_link: list[SavedUnitsFile]
+    most: int
+    first: int
+    tensors: Callable[[list[int]], dict[str, Tensor]]
+    files: list[SavedUnitsFile] = field(default_factory=list)
+    to_link: list[SavedUnitsFile] = field(default_factory=list)
 
     def missing_units(self) -> list[int]:
         """Return the units that are in none of these files."""
@@ -73,11 +88,13 @@ class _Group:
         return [unit for unit in self.units if unit not in there]
 
 
-def save_store(store: Any, folder: Path, window: Window | None, end: Callable[[], object]) -> None:
-    """Save a `store`, and a memory's `window` as it is now, to `folder` (see `checkpoint_io.write_or_defer`); raises
-    `StoreError` on failure."""
+def save_store(
+    store: Any, folder: Path, window: Window | None, rows: Rows | None, end: Callable[[], object]
+) -> None:
+    """Save a `store`, and a memory's `window` and `rows` as they are now, to `folder`; call `end` when all is written (see
+    `checkpoint_io.write_or_defer`). Raises OSError."""
     try:
-        write = _StoreSave(store, folder, window).write
+        write = _StoreSave(store, folder, window, rows).write
     except BaseException:
         end()
         raise
@@ -85,82 +102,90 @@ def save_store(store: Any, folder: Path, window: Window | None, end: Callable[[]
 
 
 class _StoreSave:
-    """A save of `store`, and of a memory's `window`, to `folder`. It is made while both stay as they are, and keeps what is
-    new in the window (as `checkpoint_io.write_tensors` does); `write` does the rest."""
+    """A save of `store`, and of a memory's `window` and `rows`, to `folder`. It is made while all stay as they are, and
+    keeps what is new in window and rows (as `checkpoint_io.write_tensors` does); `write` does the rest."""
 
-    def __init__(self, store: Any, folder: Path, window: Window | None) -> None:
-        self._store, self._folder, self._tokens = store, folder, store.shape.tokens
+    def __init__(self, store: Any, folder: Path, window: Window | None, rows: Rows | None) -> None:
+        self._store, self._folder, self._window = store, folder, window
         self._paths = (folder / f"store-{n:05d}.safetensors" for n in itertools.count())
-        first = NEVER if window is None else window.first
-        late = range(first, first + (0 if window is None else window.sides[0].shape[2] // self._tokens))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._groups = [*self._groups_of_layers(), *self._group_of_rows(rows)]
+        for group in self._groups:
+            self._begin(group)
+
+    def _groups_of_layers(self) -> Iterator[_Group]:
+        store, first, late = self._store, NEVER, range(0)
+        if self._window is not None:
+            first = self._window.first
+            late = range(first, first + self._window.pairs[0][0].shape[2] // store.shape.tokens)
         alike = dict[tuple[int, ...], list[int]]()
         for layer in range(store.shape.layers):
             alike.setdefault((*store.units(layer), *late), []).append(layer)
-        with _failures_told(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._groups = [self._begin((*layers,), [*units], first) for units, layers in alike.items()]
-            for one in self._groups:
-                if window is not None:
-                    self._keep_window(one, window)
+        for units, layers in alike.items():
+            most = max(1, FILE_BYTES // (len(layers) * store.shape.nbytes))
+            yield _Group((*layers,), [*units], most, first, partial(self._keys_and_values, layers))
 
-    def _most(self, layers: Sequence[int]) -> int:
-        """Units that fill a file."""
-        unit_bytes: int = len(layers) * self._store.shape.nbytes
-        return max(1, FILE_BYTES // unit_bytes)
+    def _group_of_rows(self, rows: Rows | None) -> Iterator[_Group]:
+        if rows is not None and rows.units:
+            places = {unit: place for place, unit in enumerate(rows.units)}
+            most = FILE_BYTES * len(rows.units) // sum(one.nbytes for one in rows.tensors.values())
 
-    def _begin(self, layers: tuple[int, ...], units: list[int], first: int) -> _Group:
-        last, held = self._store.written.get(layers, []), set(units)
+            def some_rows(units: list[int]) -> dict[str, Tensor]:
+                some = [places[unit] for unit in units]
+                return {name: one[some] for name, one in rows.tensors.items()}
+
+            yield _Group((), rows.units, max(1, most), 0, some_rows)
+
+    def _begin(self, group: _Group) -> None:
+        """Choose which files of the last save to link, and keep what may change."""
+        last, held = self._store.written.get(group.layers, []), set(group.units)
         held_by_half = [one for one in last if 2 * len(held.intersection(one.units)) >= len(one.units)]
-        used = _without_small_files(held_by_half, self._most(layers))
-        # The window goes on before `write`: what cannot be linked of it is kept now.
-        now = [file for one in used if one.units[-1] >= first for file in self._link(one)]
-        return _Group(layers, units, now, [one for one in used if one.units[-1] < first])
-
-    def _keep_window(self, group: _Group, window: Window) -> None:
-        """Write what is new in the window, or keep it to be written."""
-        new = [unit for unit in group.missing_units() if unit >= window.first]
-        whole = len(group.layers) == self._store.shape.layers
-        for some in _split(new, self._most(group.layers), in_a_row=True):
-            columns = slice(*((unit - window.first) * self._tokens for unit in (some[0], some[-1] + 1)))
-            rows = [
-                side[:, :, columns] if whole else side[[*group.layers], :, columns] for side in window.sides
-            ]
-            self._write_file(group, some, *rows)
+        for one in _without_small_files(held_by_half, group.most):
+            if one.units[-1] < group.first:
+                group.to_link.append(one)
+            else:  # what cannot be linked of these is kept now
+                group.files.extend(self._link(one))
+        new = [unit for unit in group.missing_units() if unit >= group.first]
+        for some in _split(new, group.most, in_a_row=bool(group.layers)):
+            self._write_file(group, some)
 
     def write(self) -> None:
         """Link or write all else, and the index."""
-        with _failures_told(self._folder):
-            for group in self._groups:
-                while group.to_link:
-                    group.files.extend(self._link(group.to_link.pop(0)))
-                new = group.missing_units()
-                if new:
-                    self._store.wait_for_copies()
-                for some in _split(new, self._most(group.layers)):
-                    self._write_file(group, some, *self._gathered(group.layers, some))
-            pieces = [piece for group in self._groups for piece in map(partial(_piece, group), group.files)]
-            index = {"version": VERSIONS[-1], "shape": self._store.shape.to_json(), "pieces": pieces}
-            (self._folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+        for group in self._groups:
+            while group.to_link:
+                group.files.extend(self._link(group.to_link.pop(0)))
+            if new := group.missing_units():
+                self._store.wait_for_copies()
+            for some in _split(new, group.most):
+                self._write_file(group, some)
+        pieces = [piece for group in self._groups for piece in _pieces(group)]
+        index = {"version": VERSIONS[-1], "shape": self._store.shape.to_json(), "pieces": pieces}
+        (self._folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
         self._store.written = {group.layers: group.files for group in self._groups}
 
-    def _gathered(self, layers: Sequence[int], units: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Keys and values [L, G, n * P, D] of units that the store holds."""
-        shape = self._store.shape
-        size = len(layers), shape.groups, len(units), shape.tokens, shape.size
-        key, value = (torch.empty(size, dtype=shape.dtype, device="cpu") for _ in "kv")
-        for row, layer in enumerate(layers):
-            for at, unit in enumerate(units):
-                key[row, :, at], value[row, :, at] = self._store.unit_view(layer, unit)[0]
-        return key.flatten(2, 3), value.flatten(2, 3)
+    def _keys_and_values(self, layers: list[int], units: list[int]) -> dict[str, Tensor]:
+        """Keys and values [G, n * P, D] by layer, of units that the store holds, or of units of the window in a row."""
+        store, window, found = self._store, self._window, dict[str, Tensor]()
+        for layer in layers:
+            if window is not None and units[-1] >= window.first:
+                columns = slice(
+                    *((unit - window.first) * store.shape.tokens for unit in (units[0], units[-1] + 1))
+                )
+                sides = [side[0, :, columns] for side in window.pairs[layer]]
+            else:
+                both = torch.cat([store.unit_view(layer, unit) for unit in units])  # [n, 2, G, P, D]
+                sides = [one.flatten(1, 2) for one in both.permute(1, 2, 0, 3, 4)]
+            found |= zip((f"key.{layer}", f"value.{layer}"), sides, strict=True)
+        return found
 
-    def _write_file(self, group: _Group, units: list[int], key: Tensor, value: Tensor) -> None:
+    def _write_file(self, group: _Group, units: list[int]) -> None:
         path = next(self._paths)
 
-        def note(host: Mapping[str, Tensor]) -> None:
-            crc = _checksum(host["key"], host["value"])
+        def note(host: Tensors) -> None:
+            crc = _checksum(host)
             group.files.append(SavedUnitsFile(units, (path,), crc, _identity(path)))
 
-        checkpoint_io.write_tensors(path, {"key": key, "value": value}, note)
+        checkpoint_io.write_tensors(path, group.tensors(units), note)
 
     def _link(self, last: SavedUnitsFile) -> list[SavedUnitsFile]:
         """Hard-link a file of the last save, and return it; return nothing if it is gone, is another user's, or another file
@@ -175,11 +200,12 @@ class _StoreSave:
         return []
 
 
-def _piece(group: _Group, file: SavedUnitsFile) -> dict[str, Any]:
-    """What the index says of a file."""
-    gone = sorted({*file.units}.difference(group.units))
-    about = {"layers": group.layers, "units": file.units, "gone": gone, "crc": file.crc}
-    return {"file": file.paths[0].name, **about}
+def _pieces(group: _Group) -> Iterator[dict[str, Any]]:
+    """Yield what the index says of each file."""
+    held = set(group.units)
+    for one in group.files:
+        about = {"layers": group.layers, "units": one.units, "gone": sorted({*one.units} - held)}
+        yield {"file": one.paths[0].name, "crc": one.crc, **about}
 
 
 def _split(units: Sequence[int], most: int, in_a_row: bool = False) -> Iterator[list[int]]:
@@ -195,26 +221,16 @@ def _split(units: Sequence[int], most: int, in_a_row: bool = False) -> Iterator[
 
 
 def _without_small_files(files: Sequence[SavedUnitsFile], most: int) -> list[SavedUnitsFile]:
-    """Return `files` without those whose units go into one file: `FILES` in a row, all small (`most` units fill a file), the
+    """Return `files` without those whose units go into one file: `FILES` in a row that one has room for (`most` units), the
     first at most twice as large as the last. What they become counts as one of the next."""
     kept = list[tuple[int, SavedUnitsFile | None]]()
     for one in sorted(files, key=lambda one: one.units[0]):
         kept.append((len(one.units), one))
         while len(sizes := [size for size, _ in kept[-FILES:]]) == FILES:
-            if max(sizes) * FILES > most or sizes[0] > 2 * sizes[-1]:
+            if sum(sizes) > most or sizes[0] > 2 * sizes[-1]:
                 break
             kept[-FILES:] = [(sum(sizes), None)]
     return [one for _, one in kept if one is not None]
-
-
-@contextmanager
-def _failures_told(folder: Path) -> Iterator[None]:
-    """Context that turns an `OSError` into a `StoreError`."""
-    try:
-        yield
-    except OSError as error:
-        why = f"cannot write to {folder} ({error.strerror}); give another folder"
-        raise StoreError(f"host store: {why}.") from error
 
 
 def _identity(path: Path, mode: int | None = None) -> tuple[int, ...]:
@@ -228,14 +244,14 @@ def _identity(path: Path, mode: int | None = None) -> tuple[int, ...]:
     return (told.st_uid, told.st_dev, told.st_ino, told.st_mtime_ns, told.st_size) if fits else ()
 
 
-def read_store(store: Any, folder: Path, first: int, end: int) -> Sides | None:
-    """Read the units (frames) below `first` saved in `folder` into the empty `store`, whose next save links the files, and
-    return those of ``first .. end``, a memory's window; None if there are none, or an earlier version saved them elsewhere.
-    Raises `StoreError` on failure."""
-    shape, late = store.shape, end - first
-    size = shape.layers, shape.groups, late, shape.tokens, shape.size
-    window = [torch.empty(size, dtype=shape.dtype, device="cpu") for _ in "kv"]
-    there = torch.zeros(size[:1] + size[2:3], device="cpu")
+def read_store(
+    store: Any, folder: Path, first: int, end: int, rows: Tensors
+) -> tuple[Pairs | None, Rows | None]:
+    """Read the units (frames) below `first` saved in `folder` into the empty `store`, whose next save links the files.
+    Return the units ``first .. end`` of a memory's window, on the host, None without any; and its rows, like `rows`
+    [n, ...]. Earlier versions saved both elsewhere: then both are None. Raises `StoreError` on failure."""
+    shape, late = store.shape, [dict[int, list[Tensor]]() for _ in range(store.shape.layers)]
+    row_units, row_parts = list[int](), {name: [one[:0].cpu()] for name, one in rows.items()}
     try:
         index = outside.read_json(folder / INDEX, INDEX, StoreError, fix="save it again")
         if index["version"] not in VERSIONS:
@@ -259,49 +275,73 @@ def read_store(store: Any, folder: Path, first: int, end: int) -> Sides | None:
                 raise ValueError(f"{INDEX} cannot say that of {quoted(piece['file'])}")
             # Taken before the file is read: one that takes its name later is not linked. A save sets these permissions.
             identity = _identity(path, 0o600)
-            sides, crc = _read_file(path, shape, len(layers), len(units), latest)
-            if crc != piece["crc"]:
+            wanted = _wanted(shape, layers, len(units), rows, latest)
+            tensors = checkpoint_io.read_tensors(path, wanted, torch.device("cpu"))
+            if _checksum(tensors) != piece["crc"]:
                 raise ValueError(f"{path.name} is not what was written")
-            kept = [at for at, unit in enumerate(units) if unit < first and unit not in gone]
-            ahead = [at for at, unit in enumerate(units) if unit >= first and unit not in gone]
-            for row, layer in enumerate(layers):
-                pair = [side[row][:, kept].flatten(1, 2).to(store.device) for side in sides]
+            if latest and units and units == sorted(units):
+                one = SavedUnitsFile(units, (path,), piece["crc"], identity)
+                store.written.setdefault((*layers,), []).append(one)
+            held = [at for at, unit in enumerate(units) if unit not in gone]
+            if not layers:
+                row_units += [units[at] for at in held]
+                for name, part in tensors.items():
+                    row_parts[name].append(part[held])
+                continue
+            kept = [at for at in held if units[at] < first]
+            ahead = [at for at in held if units[at] >= first]
+            for layer in layers:
+                sides = (
+                    [tensors[f"{side}.{layer}"] for side in ("key", "value")]
+                    if latest
+                    else _former_sides(**tensors)
+                )
+                by_unit = [one.view(shape.groups, len(units), shape.tokens, shape.size) for one in sides]
+                pair = [one[:, kept].flatten(1, 2).to(store.device) for one in by_unit]
                 if store.put_layer(layer, [units[at] for at in kept], *pair):
                     # Whoever saved it does not know that some are no more.
                     raise StoreError(
                         f"host store: {folder} holds more than this host has room for; free memory, or load it on a "
                         "host with as much as the one it was saved on."
                     )
-                for at in ahead:
-                    there[layer, units[at] - first] = 1
-                    for side, found in zip(window, sides, strict=True):
-                        side[layer, :, units[at] - first] = found[row, :, at]
-            if latest and units and units == sorted(units):
-                one = SavedUnitsFile(units, (path,), piece["crc"], identity)
-                store.written.setdefault((*layers,), []).append(one)
-        if latest and not there.all():
+                late[layer] |= {units[at]: [one[:, at] for one in by_unit] for at in ahead}
+        if latest and any(len(one) != end - first for one in late):
             raise ValueError(f"units of the window, {first} to {end - 1}, are missing")
+        if len({*row_units}) < len(row_units):
+            raise ValueError("it has rows of a unit twice")
     except (OSError, KeyError, TypeError, ValueError, IndexError, ModelError) as error:
         why = str(error)[:200].rstrip(".")
         raise StoreError(f"host store: {folder} is damaged or incomplete ({why}); save it again.") from error
-    return (window[0].flatten(2, 3), window[1].flatten(2, 3)) if latest and late else None
-
-
-def _read_file(path: Path, shape: Any, layers: int, count: int, latest: bool) -> tuple[list[Tensor], int]:
-    """Keys and values, each [L, G, n, P, D], of a file of `count` units, and its checksum."""
     if not latest:
-        wanted: checkpoint_io.Wanted = {"units": ((count, *shape.tensor_shape), shape.dtype)}
-        units = checkpoint_io.read_tensors(path, wanted, torch.device("cpu"))["units"]
-        return list(units.permute(1, 2, 0, 3, 4)[:, None]), _checksum(units)
-    size = layers, shape.groups, count * shape.tokens, shape.size
-    wanted = dict.fromkeys(("key", "value"), (size, shape.dtype))
-    sides = [*checkpoint_io.read_tensors(path, wanted, torch.device("cpu")).values()]
-    return [one.view(*size[:2], count, *shape.tensor_shape[2:]) for one in sides], _checksum(*sides)
+        return None, None
+    order = sorted(range(len(row_units)), key=row_units.__getitem__)
+    told = {name: torch.cat(parts)[order] for name, parts in row_parts.items()}
+    by_layer = [zip(*(one[unit] for unit in sorted(one)), strict=True) for one in late if one]
+    window = [(torch.cat(key, 1)[None], torch.cat(value, 1)[None]) for key, value in by_layer]
+    return window or None, Rows([row_units[at] for at in order], told)
 
 
-def _checksum(*tensors: Tensor) -> int:
+def _former_sides(units: Tensor) -> list[Tensor]:
+    """Keys and values [G, n * P, D] of `units` [n, 2, G, P, D], as a file of an earlier version has them."""
+    return [one.flatten(1, 2) for one in units.permute(1, 2, 0, 3, 4)]
+
+
+def _wanted(
+    shape: Any, layers: Sequence[int], count: int, rows: Tensors, latest: bool
+) -> checkpoint_io.Wanted:
+    """What a file of `count` units (frames) of some layers holds, or, of none, of rows."""
+    if not latest:
+        return {"units": ((count, *shape.tensor_shape), shape.dtype)}
+    if not layers:
+        return {name: ((count, *one.shape[1:]), one.dtype) for name, one in rows.items()}
+    size = shape.groups, count * shape.tokens, shape.size
+    names = (f"{side}.{layer}" for layer in layers for side in ("key", "value"))
+    return dict.fromkeys(names, (size, shape.dtype))
+
+
+def _checksum(tensors: Tensors) -> int:
     crc = 0
-    for one in tensors:
+    for _, one in sorted(tensors.items()):
         raw: Any = one.contiguous().view(-1).view(torch.uint8).numpy()
         crc = zlib.crc32(raw, crc)
     return crc

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
 
 from mmaccel.core.errors import StoreError
 from mmaccel.core.files import checkpoint_io
-from mmaccel.policies.kv.store import HostStore, Window
+from mmaccel.policies.kv.store import HostStore, Rows, Window
 from tests.policies.kv.store.test_saved import files, small
 from tests.policies.kv.store.units import LAYERS, UNIT_BYTES, check, contents, fill, filled, open_store
 
@@ -17,32 +17,40 @@ __all__ = ["small"]  # files of few units
 
 
 def window(units: list[int], salt: int = 0) -> Window:
-    sides = zip(*(contents(layer, units, salt) for layer in range(LAYERS)), strict=True)
-    key, value = (torch.stack(side) for side in sides)
-    return Window(units[0], (key, value))
+    made = (contents(layer, units, salt) for layer in range(LAYERS))
+    return Window(units[0], [(key[None], value[None]) for key, value in made])
 
 
-def loads(folder: Path, held: list[int], first: int, end: int, salts: dict[int, int]) -> None:
-    other = open_store(64)
-    found = other.load(folder, end, first)
-    assert (found is None) == (first == end)
+def rows_of(units: list[int], salts: dict[int, int]) -> Rows:
+    told = torch.tensor([[unit, salts.get(unit, 0)] for unit in units], dtype=torch.long).view(-1, 2)
+    return Rows(units, {"number": told, "half": told[:, :, None].half() / 2})
+
+
+def loads(
+    folder: Path, held: list[int], first: int, end: int, salts: dict[int, int], rows: list[int] | None = None
+) -> None:
+    other, none = open_store(64), rows_of([], {}).tensors
+    found, told = other.load(folder, end, first, none)
+    assert (found is None) == (first == end) and told is not None
+    wanted = rows_of(rows or [], salts)
+    assert told.units == wanted.units
+    assert all(torch.equal(told.tensors[name], one) for name, one in wanted.tensors.items())
     for layer in range(LAYERS):
         assert other.units(layer) == held
         for unit in held:
             check(other, layer, [unit], salts.get(unit, 0))
         for at in range(first, end):
             want = contents(layer, [at], salts.get(at, 0))
-            for side, own in zip(found or (), want, strict=True):
+            for side, own in zip(found[layer] if found else (), want, strict=True):
                 tokens = own.shape[1]
-                assert torch.equal(side[layer, :, (at - first) * tokens : (at - first + 1) * tokens], own)
+                assert torch.equal(side[0, :, (at - first) * tokens : (at - first + 1) * tokens], own)
     other.close()
 
 
 def new_bytes(folder: Path) -> int:
     """Bytes of units in files that no other save has."""
-    found = [one.stat() for one in folder.glob("store-*")]
-    headers = 200
-    return sum(one.st_size - headers for one in found if one.st_nlink == 1)
+    found = (load_file(one) for one in folder.glob("store-*") if one.stat().st_nlink == 1)
+    return sum(tensor.nbytes for one in found for tensor in one.values())
 
 
 def test_a_unit_of_the_window_is_written_once(tmp_path: Path) -> None:
@@ -70,7 +78,7 @@ def test_the_window_is_kept_as_it_was(tmp_path: Path, gone: bool) -> None:
             one.unlink()
     with checkpoint_io.defer_writes():
         store.save(tmp_path / "two", held := window([2, 3, 4]))
-        for side in held.sides:
+        for side in (side for pair in held.pairs for side in pair):
             side.zero_()
         for one in (tmp_path / "one").glob("store-*"):
             one.unlink()
@@ -87,13 +95,13 @@ def test_a_window_that_is_not_whole_is_told(tmp_path: Path) -> None:
 def test_a_save_that_fails_at_once_gives_the_store_back(tmp_path: Path) -> None:
     store = filled([0])
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot write to"), checkpoint_io.defer_writes():
+    with pytest.raises(NotADirectoryError), checkpoint_io.defer_writes():
         store.save(tmp_path / "file" / "within", window([1]))
     store.drop_units([0])  # which waits for saves
     assert not store.units()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_whatever_comes_between_saves_they_hold_what_is_there(tmp_path: Path, seed: int) -> None:
     """Units come, leave the window, are forgotten, and are taken back and come anew; files of saves before disappear."""
     draw = random.Random(seed)
@@ -115,21 +123,25 @@ def test_whatever_comes_between_saves_they_hold_what_is_there(tmp_path: Path, se
         if most:
             lost = max(lost, first - most)
             store.drop_units([unit for unit in store.units() if unit < lost])
+        # What an index keeps of units goes later, and all at once.
+        kept = [unit for unit in range(count) if unit >= (lost if draw.random() < 0.2 else lost // 4 * 4)]
         if draw.random() < 0.3 and number:
             for one in draw.sample(there := sorted(tmp_path.rglob("store-*")), len(there) // 2):
                 one.unlink()
-        sides = [window([unit], salts[unit]).sides for unit in range(first, count)]
-        key, value = (torch.cat(side, 2) for side in zip(*sides, strict=True))
+        each = [window([unit], salts[unit]).pairs for unit in range(first, count)]
+        layers = (zip(*(one[layer] for one in each), strict=True) for layer in range(LAYERS))
+        pairs = [(torch.cat(key, 2), torch.cat(value, 2)) for key, value in layers]
         with checkpoint_io.defer_writes():
-            store.save(tmp_path / str(number), Window(first, (key, value)))
-            key.zero_()
-        loads(tmp_path / str(number), store.units(), first, count, salts)
+            store.save(tmp_path / str(number), Window(first, pairs), own := rows_of(kept, salts))
+            for one in (*(side for pair in pairs for side in pair), *own.tensors.values()):
+                one.zero_()
+        loads(tmp_path / str(number), store.units(), first, count, salts, kept)
         if draw.random() < 0.2:
             for one in (tmp_path / str(number)).iterdir():
                 one.chmod(0o600)
             store.close()
             store = open_store(64)
-            store.load(tmp_path / str(number), count, first)
+            store.load(tmp_path / str(number), count, first, own.tensors)
 
 
 def test_layers_that_hold_other_units_have_files_of_their_own(tmp_path: Path) -> None:
@@ -137,7 +149,7 @@ def test_layers_that_hold_other_units_have_files_of_their_own(tmp_path: Path) ->
     store.put_layer(1, [2], *contents(1, [2]))
     store.save(tmp_path / "one", window([3]))
     other = open_store()
-    found = other.load(tmp_path / "one", 4, 3)
+    found, _ = other.load(tmp_path / "one", 4, 3)
     assert found is not None and [other.units(layer) for layer in range(LAYERS)] == [
         [0, 1],
         [0, 1, 2],
@@ -145,5 +157,6 @@ def test_layers_that_hold_other_units_have_files_of_their_own(tmp_path: Path) ->
     ]
     for layer in range(LAYERS):
         check(other, layer, other.units(layer))
-        wanted: tuple[Tensor, Tensor] = contents(layer, [3])
-        assert all(torch.equal(side[layer], own) for side, own in zip(found, wanted, strict=True))
+        assert all(
+            torch.equal(side[0], own) for side, own in zip(found[layer], contents(layer, [3]), strict=True)
+        )

@@ -55,13 +55,26 @@ def test_rows_weigh_kinds_alike_and_bound_what_they_say() -> None:
     assert told["needle"]["named"] is None and told["all"]["named"] is None, "it is not told"
     some = [shot("a", n < 3, n, named=n != 1) for n in range(4)] + [shot("a", True, 9, kind="order")]
     named = {row["kind"]: row["named"] for row in rows(some)}
-    assert named["needle"] == named["all"] == pytest.approx(2 / 3) and named["order"] is None, (
-        "of right answers"
-    )
+    assert named["needle"] == pytest.approx(2 / 3) and named["order"] is None, "of right answers"
+    assert named["all"] is None, "the mean lacks a kind"
     # Wilson's interval for 6 of 8, worked out by hand.
     assert told["needle"]["low"] == pytest.approx(0.4093, abs=1e-3)
     assert told["needle"]["high"] == pytest.approx(0.9285, abs=1e-3)
     assert rows([]) == []
+
+
+def test_the_mean_of_kinds_is_as_sure_as_its_kinds() -> None:
+    """Kinds that are all wrong or all right have a width too: of one kind the mean has that kind's interval."""
+    wrong, right = (
+        [shot("a", False, n) for n in range(3)],
+        [shot("a", True, n, kind="order") for n in range(5)],
+    )
+    for some in (wrong, right):
+        one, mean = rows(some)
+        assert (mean["low"], mean["high"]) == pytest.approx((one["low"], one["high"])), "of one kind"
+    needle, order, mean = rows(wrong + right)
+    assert mean["low"] == pytest.approx(0.5 - (1 - order["low"]) / 2)
+    assert mean["high"] == pytest.approx(0.5 + needle["high"] / 2)
 
 
 def test_pairs_are_of_the_same_questions() -> None:

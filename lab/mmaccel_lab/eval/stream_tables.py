@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mmaccel_lab.eval.haystack import Gap, Z, interval
+from mmaccel_lab.eval.haystack import Gap, interval
 from mmaccel_lab.eval.needle import mean
 from mmaccel_lab.eval.stream import Shot, Watch
 
@@ -18,8 +18,8 @@ Ask = tuple[int, int, str]
 def rows(found: Sequence[Shot]) -> list[dict[str, Any]]:
     """Accuracy and recall of each memory, budget and kind, and over all kinds (``"all"``, each kind weighing the same).
 
-    `low` and `high` are the 95% interval of the accuracy (Wilson; for all kinds, normal). `named` is of right answers; None
-    where no memory tells it, or none is right.
+    `low` and `high` are the 95% interval of the accuracy (Wilson; for all kinds, `mean_interval`). `named` is of right
+    answers; None where no memory tells it, or none is right; for all kinds, where one of them has None.
     """
     groups: dict[tuple[str, int | None], dict[str, list[Shot]]] = defaultdict(lambda: defaultdict(list))
     for shot in found:
@@ -48,22 +48,33 @@ def rows(found: Sequence[Shot]) -> list[dict[str, Any]]:
             name: sum(row[name] for row in parts) / len(parts)
             for name in ("accuracy", "recall", "alone", "seen")
         }
-        spread = sum(row["accuracy"] * (1 - row["accuracy"]) / row["questions"] for row in parts)
-        margin = Z * math.sqrt(spread) / len(parts)
+        low, high = mean_interval(parts)
+        named = [row["named"] for row in parts if row["named"] is not None]
         told.append(
             {
                 **base,
                 "kind": "all",
                 "questions": sum(row["questions"] for row in parts),
                 **means,
-                "low": max(0.0, means["accuracy"] - margin),
-                "high": min(1.0, means["accuracy"] + margin),
+                "low": low,
+                "high": high,
                 "off": min(row["off"] for row in parts),
                 "ttft_s": sum(row["ttft_s"] for row in parts) / len(parts),
-                "named": mean([row["named"] for row in parts if row["named"] is not None]),
+                "named": mean(named) if len(named) == len(parts) else None,
             }
         )
     return told
+
+
+def mean_interval(parts: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """The 95% interval of the mean accuracy of some rows: the distances from each one's accuracy to its `low` and to its
+    `high` are added as squares (MOVER; Zou and Donner, 2008), so that it has a width also where all are 0 or 1."""
+    middle = sum(row["accuracy"] for row in parts) / len(parts)
+    down, up = (
+        math.sqrt(sum((row[end] - row["accuracy"]) ** 2 for row in parts)) / len(parts)
+        for end in ("low", "high")
+    )
+    return middle - down, middle + up
 
 
 def paired(found: Sequence[Shot], one: str, other: str) -> list[dict[str, Any]]:

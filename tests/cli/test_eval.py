@@ -158,10 +158,14 @@ def test_the_command(call: Call, ov: str, tmp_path: Path) -> None:
     same = [row for row in told["rows"] if row["kind"] == "all"]
     assert [row["memory"] for row in same] == ["mosaic local=0 reps=0", "rekv"]
     assert same[0]["seen"] == pytest.approx(same[1]["seen"]), "what a question sees is as much for both"
+    assert all(row["device_bytes"] > 0 and row["host_bytes"] > 0 for row in same)
     status, out, _ = call(*base, "--budgets", "4", "--memory", "recent", "--kind", "needle")
     assert status == 0 and all(word in out for word in ("recent", "mean of", "kinds"))
     assert {"budget (frames)", "right (95% interval)", "evidence seen", "evidence named"} <= set(heads(out))
-    assert {"seen (frames)", "frames off the device"} <= set(heads(out))
+    assert {"seen (frames)", "gone or on the host", "device and host (MiB)"} <= set(heads(out))
+    assert "keep tokens" not in out
+    _, out, _ = call(*base, "--budgets", "4", "--memory", "livevlm", "--kind", "needle")
+    assert "keep tokens" in out
     for wrong, match in (
         (("--budgets", "many"), "--budgets: 'many'"),
         (("--memory", "a_shape"), "a_shape"),

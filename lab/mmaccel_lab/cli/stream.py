@@ -26,16 +26,19 @@ HEADS = (
     "memory",
     "budget\n(frames)",
     "kind",
-    "questions",
-    "right\n(95% interval)",
+    "asked",
+    "right\n(95%\ninterval)",
     "evidence\nseen",
     "evidence\nnamed",
     "seen\n(frames)",
-    "frames off\nthe device",
-    "first token",
+    "gone or\non the\nhost",
+    "device\nand host\n(MiB)",
+    "first\ntoken",
 )
 """Of the table. Evidence seen is the recall of the rows: the share of layers that looked at the true frames. Named is how
-often one of these is among the first moments that a right answer is said to rest on."""
+often one of these is among the first moments that a right answer is said to rest on. MiB are the most that
+a memory held."""
+TOKENS = "streammem and livevlm keep tokens: a frame of which one is left counts as seen."
 
 
 def stream(
@@ -49,7 +52,9 @@ def stream(
     ] = None,
     frames: Annotated[int, typer.Option("--frames", min=1, help="Frames of a stream.")] = 500,
     worlds: Annotated[int, typer.Option("--worlds", min=1, help="Streams.")] = 4,
-    budgets: Annotated[str, typer.Option("--budgets", help="Frames a question may see, with commas.")] = "32",
+    budgets: Annotated[
+        str, typer.Option("--budgets", help="Frames to retrieve, beside local ones; with commas.")
+    ] = "32",
     window: Annotated[int, typer.Option("--window", min=1, help="Frames of the encoding window.")] = 32,
     kind: Annotated[str, typer.Option("--kind", help="Kinds with commas, or all.")] = "all",
     still: Annotated[float, typer.Option("--still", help="Share of frames in which nothing moves.")] = 0.3,
@@ -135,18 +140,20 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*HEADS)
+    tokens = any(name in row["memory"] for row in rows for name in ("streammem", "livevlm"))
+    table = Table(*HEADS, caption=TOKENS if tokens else None)
     for row in rows:
         cells = (
             row["memory"],
             "all" if row["budget"] is None else str(row["budget"]),
-            "mean of kinds" if row["kind"] == "all" else row["kind"],
+            "mean of\nkinds" if row["kind"] == "all" else row["kind"],
             str(row["questions"]),
-            f"{row['accuracy']:.0%} ({row['low']:.0%}-{row['high']:.0%})",
+            f"{row['accuracy']:.0%}\n({row['low']:.0%}-{row['high']:.0%})",
             f"{row['recall']:.0%}",
             "" if row["named"] is None else f"{row['named']:.0%}",
             f"{row['seen']:.0f}",
             f"{row['off']:.0%}",
+            f"{row['device_bytes'] / 2**20:.1f}\n{row['host_bytes'] / 2**20:.1f}",
             f"{row['ttft_s']:.3f} s",
         )
         table.add_row(*(Text(cell) for cell in cells))

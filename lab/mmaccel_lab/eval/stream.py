@@ -60,7 +60,8 @@ class Shot:
             (`Answer.top`); None where the memory does not tell
     seen    frames that a layer saw, mean over the layers: local ones are on top of most budgets. A frame of which a memory
             of tokens keeps one counts whole
-    off     of the stream's units, the share whose keys were not on the device before it was asked
+    off     of the stream's units, the share whose keys were not on the device before it was asked: on the host, or gone
+    device_bytes, host_bytes  that the memory held when it had answered (its counters)
     """
 
     memory: str
@@ -78,6 +79,8 @@ class Shot:
     off: float
     ttft_s: float
     named: bool | None = None
+    device_bytes: float = 0.0
+    host_bytes: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -267,6 +270,8 @@ def _shot(session: Viewing, entry: Entry, world: World, question: Question) -> S
         off=1 - told.get("resident", units) / units if units else 0.0,
         ttft_s=answer.ttft_s,
         named=_named(answer, question),
+        device_bytes=told.get("bytes", 0.0),
+        host_bytes=told.get("host_bytes", 0.0),
     )
 
 

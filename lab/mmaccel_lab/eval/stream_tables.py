@@ -13,6 +13,7 @@ from mmaccel_lab.eval.needle import mean
 from mmaccel_lab.eval.stream import Shot, Watch
 
 Ask = tuple[int, int, str]
+HELD = ("device_bytes", "host_bytes")
 
 
 def rows(found: Sequence[Shot]) -> list[dict[str, Any]]:
@@ -39,6 +40,7 @@ def rows(found: Sequence[Shot]) -> list[dict[str, Any]]:
                 "high": high,
                 **{name: sum(getattr(one, name) for one in some) / n for name in ("recall", "alone", "seen")},
                 "off": min(one.off for one in some),
+                **{name: max(getattr(one, name) for one in some) for name in HELD},
                 "ttft_s": sorted(one.ttft_s for one in some)[n // 2],
                 "named": mean([float(one.named) for one in some if one.right and one.named is not None]),
             }
@@ -59,6 +61,7 @@ def rows(found: Sequence[Shot]) -> list[dict[str, Any]]:
                 "low": low,
                 "high": high,
                 "off": min(row["off"] for row in parts),
+                **{name: max(row[name] for row in parts) for name in HELD},
                 "ttft_s": sum(row["ttft_s"] for row in parts) / len(parts),
                 "named": mean(named) if len(named) == len(parts) else None,
             }

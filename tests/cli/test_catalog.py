@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from mmaccel import check_policy, list_policies
@@ -22,8 +23,10 @@ from mmaccel.cli.program import import_plugin
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.recipe import VERSION, Recipe, list_recipes, presets
 from mmaccel.core.registry import policy, registry
+from mmaccel.core.streams.session import VideoSession
 from mmaccel.policies.prune.uv import UVPrune
 from tests.cli import Call
+from tests.models.streams import QUESTION, pair
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "compose.md"
 MARK = "<!-- mmaccel list --pairs -->\n\n"
@@ -195,6 +198,23 @@ def test_the_examples_keep_the_contract(examples: Path) -> None:
     for name, kind in new.items():
         check_policy(registry(kind).build(name, SMALL[name]))
         check_policy(registry(kind).build(name))
+
+
+def test_the_example_of_a_memory_shows_its_window(examples: Path, tmp_path: Path) -> None:
+    """A question sees the units that are kept and the whole window, whatever `local` is, also of a session that was saved."""
+    import_plugin(str(examples))
+    model, processor = pair("random-ov")
+    frames = torch.randint(0, 256, (16, 3, 28, 28), dtype=torch.uint8)
+    kv = {"name": "every_tenth", **SMALL["every_tenth"]}
+    with VideoSession(model, processor, kv=kv) as session:
+        session.watch(frames, fps=1.0)
+        told = session.ask(QUESTION, 4)
+        assert sorted(one.frames[0] for one in told.evidence) == [0, 3, 6, 9, *range(10, 16)]
+        session.save(tmp_path / "saved")
+    with VideoSession(model, processor, kv=kv) as session:
+        session.load(tmp_path / "saved")
+        again = session.ask(QUESTION, 4)
+    assert (again.text, again.evidence) == (told.text, told.evidence)
 
 
 def test_the_examples_run_by_name(call: Call, examples: Path, clip: str, ov: str) -> None:

@@ -243,8 +243,8 @@ def _check_recalled(kv: KVPolicy, prune: TokenPruner) -> None:
         )
         raise RecipeError(
             f"prune {prune.name!r} works on the states of a whole prompt, and kv {kv.name!r} takes a video in unit by unit, "
-            f"before there is a question; choose one that acts on units or on what is recalled, such as {others}, or set kv "
-            f"to {DEFAULTS['kv']!r}."
+            f"before there is a question; choose one that acts on units or on what is recalled, such as {others}, or ask by "
+            f"generate or `mmaccel ask`, with kv {DEFAULTS['kv']!r}."
         )
     if prune.compact and acts.stage == "layer":
         raise RecipeError(

@@ -288,6 +288,7 @@ def test_what_has_no_part_in_a_question_is_told_before_a_weight_moves() -> None:
         for kv in ("full", "rekv"):
             told = refusal(lambda prune=prune, kv=kv: stream_policy(Recipe(kv=kv, prune=prune)))
             assert f"prune '{prune.name}' works on the states of a whole prompt, and kv '{kv}'" in told
+            assert "or ask by generate or `mmaccel ask`, with kv 'full'." in told, "kv may be full already"
     assert "set compact to False" in refusal(lambda: Recipe(kv="rekv", prune=FastV(compact=True)))
     assert Recipe(kv="full", prune=FastV(compact=True)).prune is not None
 

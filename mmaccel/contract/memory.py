@@ -212,7 +212,7 @@ def _check_stream(policy: StreamPolicy) -> None:
     )
     mark = state.checkpoint()
     state.set_query_fields(policy)
-    trial.watch(2)
+    trial.watch(UNITS)
     state.restore(mark)
     units = state.units()
     raise_unless(

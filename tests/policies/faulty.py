@@ -287,6 +287,15 @@ def _one_column_less(state: StreamMemory, columns: int, few: int = 0) -> Any:
     return StreamMemory._layout(state, columns - 1, few)
 
 
+def _shows_fewer(unit: int) -> Any:
+    """Sees to it that questions see fewer units once `unit` has left the window, which nothing restores or saves."""
+
+    def gone(state: StreamMemory, layers: Any, first: int, count: int, pairs: Any) -> None:
+        state.local = 3 if first >= unit else state.local
+
+    return gone
+
+
 MEMORIES = {
     "length": (
         wrong(_Patched, wrong={"length": lambda state: type(state).length(state) + 1}),
@@ -309,7 +318,11 @@ MEMORIES = {
     "a trace": (wrong(_Streams, state=_Remembers), "a question leaves a trace"),
     "no way back": (
         wrong(_Streams, state=wrong(StreamMemory, restore=lambda state, mark: None)),
-        "after restore there are 122 units",
+        "after restore there are 240 units",
+    ),
+    "more units": (
+        wrong(_Streams, state=wrong(StreamMemory, _gone=_shows_fewer(130))),
+        "what came after a checkpoint leaves a trace",
     ),
     "units": (Forgets, "units is "),
     # What comes while an answer lasts is written over its columns.

@@ -24,8 +24,8 @@ def check_policy(policy: Any, *, rounds: int = 12, seed: int = 0) -> None:
     Of a sparse pattern it tests the plans: shapes and block lists, that no pair is in the future, in padding or counted
     twice, and that no more blocks are listed than `max_blocks_total` says. Of a KV policy for sequences: column counts,
     rollback, questions that leave no columns behind, and reordered batch rows. Of one for streams: its passes, the positions
-    of its columns, that a question changes nothing, and restoring a checkpoint. Of a draft: that a toy target's text does
-    not change and nothing fails. Of a pruner: that it keeps valid columns, the same ones from call to call.
+    of its columns, that a question changes nothing, restoring a checkpoint, and loading what it saved. Of a draft: that a
+    toy target's text does not change and nothing fails. Of a pruner: that it keeps valid columns, the same at each call.
 
     Prompts are random, `rounds` of them from `seed`, with 20 to 600 tokens: choose the policy's fields small enough that it
     leaves something out of them. It warns if a pattern leaves nothing out of any prompt, or if a row sees no key at all. It

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -238,6 +239,17 @@ def _check_stream(policy: StreamPolicy) -> None:
         )
         state.restore(mark)
         trial.same(first, trial.ask(), "what a snapshot was asked leaves a trace; let it keep that to itself")
+    with TemporaryDirectory() as name:
+        try:
+            state.save(name)
+        except ModelError:
+            pass  # a memory that cannot be saved says so
+        else:
+            loaded = policy.open_stream(stream, GEOMETRY, model, CPU)
+            loaded.load(name)
+            told = "a loaded memory shows a question something else; let _save and _load keep all that a question reads"
+            trial.same(first, _Trial(who, loaded, policy.needs).ask(), told)
+            loaded.close()
     check_counters_are_floats(who, state.counters())
     state.close()
 

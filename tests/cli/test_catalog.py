@@ -20,11 +20,12 @@ from mmaccel import check_policy, list_policies
 from mmaccel.cli import catalog as pairs
 from mmaccel.cli.catalog import DESCRIBED, recipe_schema
 from mmaccel.cli.program import import_plugin
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.recipe import VERSION, Recipe, list_recipes, presets
 from mmaccel.core.registry import policy, registry
 from mmaccel.core.streams.session import VideoSession
 from mmaccel.policies.prune.uv import UVPrune
+from tests import sentence
 from tests.cli import Call
 from tests.models.streams import QUESTION, pair
 
@@ -200,8 +201,11 @@ def test_the_examples_keep_the_contract(examples: Path) -> None:
         check_policy(registry(kind).build(name))
 
 
-def test_the_example_of_a_memory_shows_its_window(examples: Path, tmp_path: Path) -> None:
-    """A question sees the units that are kept and the whole window, whatever `local` is, also of a session that was saved."""
+def test_the_example_of_a_memory_shows_its_window(
+    examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question sees the units that are kept and the whole window, whatever `local` is, also once it was saved; a memory
+    that keeps units and has no `_save` is not saved without them."""
     import_plugin(str(examples))
     model, processor = pair("random-ov")
     frames = torch.randint(0, 256, (16, 3, 28, 28), dtype=torch.uint8)
@@ -211,6 +215,10 @@ def test_the_example_of_a_memory_shows_its_window(examples: Path, tmp_path: Path
         told = session.ask(QUESTION, 4)
         assert sorted(one.frames[0] for one in told.evidence) == [0, 3, 6, 9, *range(10, 16)]
         session.save(tmp_path / "saved")
+        with monkeypatch.context() as patch:
+            patch.delattr(type(session._live.state), "_save")
+            with sentence(ModelError, "kv: TenthsMemory has no _save for its units; write it, and _load."):
+                session.save(tmp_path / "another")
     with VideoSession(model, processor, kv=kv) as session:
         session.load(tmp_path / "saved")
         again = session.ask(QUESTION, 4)

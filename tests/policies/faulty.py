@@ -324,6 +324,10 @@ MEMORIES = {
         wrong(_Streams, state=wrong(StreamMemory, _gone=_shows_fewer(130))),
         "what came after a checkpoint leaves a trace",
     ),
+    "a save": (
+        wrong(_Streams, state=wrong(StreamMemory, _gone=_shows_fewer(50), _save=lambda state, folder: False)),
+        "a loaded memory shows a question something else",
+    ),
     "units": (Forgets, "units is "),
     # What comes while an answer lasts is written over its columns.
     "a snapshot": (

@@ -29,7 +29,7 @@ class StreamMemory(IngestState):
     per layer and kept for the answer. A stored video is encoded as in `IngestState`.
 
     window, local, ingest: units. Subclasses override `_gone` (called when units leave the window), `_recall` (which units a
-    question retrieves), `_bring` (copy their keys and values), `_rewind`, `_save` and `_load`; or replace `_gather`, which
+    question retrieves), `_most`, `_bring` (copies these), `_rewind`, `_save` and `_load`; or replace `_gather`, which
     builds what a question sees. Only the device knows which units are retrieved; the host knows how many.
     """
 
@@ -72,6 +72,8 @@ class StreamMemory(IngestState):
 
     def _save(self, folder: Path) -> bool:
         """Write what the subclass keeps; return whether the window is in it."""
+        if type(self)._gone is not StreamMemory._gone:
+            raise ModelError(f"kv: {type(self).__name__} has no _save for its units; write it, and _load.")
         return False
 
     def _load(self, folder: Path) -> Sequence[Pair] | None:

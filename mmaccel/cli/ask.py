@@ -28,6 +28,7 @@ from mmaccel.cli.console import (
     print_json,
     progress_bars,
 )
+from mmaccel.cli.questions import describe_kept_tokens
 from mmaccel.cli.report import Page, check_report_path, write_html_page
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding.generate import MAX_NEW_TOKENS
@@ -235,7 +236,7 @@ def comparison_tables(answers: Mapping[str, Answer], facts: Mapping[str, Any], t
         ("pairs computed", lambda a: format_attention_share(a.report.kept)),
         ("heads", lambda a: format_head_counts(a.report.heads())),
         ("drafted", lambda a: describe_draft(a.report.draft)),
-        ("video", lambda a: _pruned(_count_video_tokens(a, tokens))),
+        ("video", lambda a: describe_kept_tokens(_count_video_tokens(a, tokens))),
         ("cache", lambda a: describe_kv_memory(a.report.kv) if a.report.kv.get("bytes") else ""),
         (peak, lambda a: bytes_text(a.report.peak_bytes)),
         ("notes", lambda a: "\n".join([*a.report.draft["notes"], *a.report.notes])),
@@ -265,12 +266,6 @@ def _count_video_tokens(answer: Answer, whole: int) -> dict[str, int]:
         # Every pruner of drafts leaves its quota; what is measured says in the draft's notes which share it was.
         told["in the draft"] = share_token_count(pruner["retention"], whole)
     return told
-
-
-def _pruned(tokens: Mapping[str, int]) -> str:
-    whole, *left = tokens.items()
-    told = [f"{count} {name}{' on' if name.startswith('from ') else ''}" for name, count in left]
-    return ", ".join([plural(whole[1], "token"), *told]) if left else ""
 
 
 def _as_object(

@@ -172,11 +172,26 @@ def evidence_footer(answer: Answer, moments: int) -> list[str]:
         lines.append("these were seen; this memory does not tell which of them the answer is based on")
     elif any(one.share > one.recalled == 0 for one in answer.top(moments)):
         lines.append("0% retrieved: a recent frame, or another that every question sees without retrieval")
+    kept = {
+        name.removeprefix("visual "): int(n)
+        for name, n in answer.counters.items()
+        if name.startswith("visual")
+    }
+    if told := describe_kept_tokens(kept):
+        lines.append(f"video: {told}")
     # With the end token, as the report counts.
     count = len(answer.ids) + (answer.finish_reason == "stop")
     decoded = format_answer_speed(count, answer.tokens_per_s)
     lines.append(f"first token {answer.ttft_s:.3f} s; decode: {decoded}")
     return [line for line in lines if line]
+
+
+def describe_kept_tokens(tokens: Mapping[str, int]) -> str:
+    """Return how many video tokens there are, and how many are left where (name -> count, all of them first); empty if all
+    are left."""
+    whole, *left = tokens.items() or [("", 0)]
+    told = [f"{count} {name}{' on' if name.startswith('from ') else ''}" for name, count in left]
+    return ", ".join([plural(whole[1], "token"), *told]) if left else ""
 
 
 def stream_status_lines(report: Report, ingested: tuple[int, int] = (0, 0)) -> list[str]:

@@ -255,10 +255,17 @@ class LlavaOnevision(Family):
             frames = (tokens - 1) // pooled**2
         videos = [Grid(frames, pooled, pooled, marks=1)] * count
         images: list[Grid] = []
-        for row in inputs["input_ids"].tolist() if IMAGE in self.given_modalities(inputs) else ():
+        rows = inputs["input_ids"].tolist() if IMAGE in self.given_modalities(inputs) else []
+        told = inputs.get("batch_num_images")
+        told = told if told is not None and len(told) == len(rows) else [1] * len(rows)
+        for row, several in zip(rows, told, strict=True):
             for token, group in groupby(row):
-                if token == config.image_token_id:
-                    marks = len(list(group)) - side * side
+                if token != config.image_token_id:
+                    continue
+                marks = len(list(group)) - side * side
+                if several > 1:  # without tiles, each with one mark; they may stand side by side
+                    images += [Grid(1, side, side, 1)] * ((marks + side * side) // (side * side + 1))
+                else:
                     tiles = self._tiles(config, inputs, len(images), marks)
                     images.append(Grid(1, side, side, marks, tiles))
         return images, videos

@@ -241,6 +241,24 @@ def test_evidence_weighs_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert int((told[layer] > 0).sum()) == (len(whole[layer]) if layer < 2 else left)
 
 
+@crossed(kv=["full", "rekv", "mosaic", "livevlm"], between=[None, (1.0, 4.0)])
+def test_a_layer_that_sees_nothing_of_a_frame_is_not_counted(kv: str, between: Any) -> None:
+    plain, half = (
+        session("random-ov", {"kv": TIGHT[kv], **more})
+        for more in ({}, {"prune": LAST["fastv that leaves nothing"]})
+    )
+    with plain, half:
+        before, after = (
+            {x.frames: x for x in one.ask(QUESTION, 1, between=between).evidence} for one in (plain, half)
+        )
+    assert (
+        before and all(0 < one.share <= 2 / DEPTH for one in after.values()) and after.keys() <= before.keys()
+    )
+    assert any(one.share > 2 / DEPTH for one in before.values())
+    for frames, one in after.items():
+        assert one.share <= before[frames].share and one.recalled <= one.share
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_images_and_other_videos_stay(name: str) -> None:
     """Whatever a call's prompt holds beside its longest video is seen whole, as text is."""

@@ -12,8 +12,10 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.decoding import replay
+from mmaccel.core.layout import IMAGE
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import modules, step
+from mmaccel.models.drafting import split_batch
 from mmaccel.models.runner import HFRunner
 from mmaccel_lab.eval.encoded import Encoded
 from tests.core.test_replay import Repeated
@@ -116,6 +118,20 @@ def test_calls_are_bounded_and_features_the_same(name: str, most: int, monkeypat
             for one, other in zip(_features(model, inputs), features, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def test_images_side_by_side_are_several() -> None:
+    """Of a prompt with several, which have no tiles; and a batch of such prompts is split."""
+    model, inputs = BUILD["llava"](), pictures()
+    adapter, ids = adapter_for(model), inputs["input_ids"].clone()
+    apart = adapter.layout(model, inputs)
+    row = [token for token in ids[1].tolist() if token not in (5, 6)]
+    beside = [4, *[IMG] * 51, *[token for token in row if token not in (4, IMG)], 5, 6]
+    inputs["input_ids"] = torch.tensor([ids[0].tolist(), beside, ids[2].tolist()])
+    layout = adapter.layout(model, inputs)
+    assert [len(layout.segment[1][layout.modality[1] == IMAGE].unique()) for _ in "1"] == [3]
+    assert [int((one.row >= 0).sum()) for one in (apart, layout)] == [int((apart.row >= 0).sum())] * 2
+    assert [int(one["batch_num_images"]) for one in split_batch(adapter, model, inputs)] == [1, 3, 1]
 
 
 def _features(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:

@@ -6,7 +6,8 @@ between two layers is hidden from later layers. Letters: H query heads, N column
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -155,7 +156,7 @@ class RetrievedTokenPruning(WrappedMemory):
     ) -> None:
         """The first `before` rows of the question are no words: they stand for frames and pictures."""
         super().__init__(state)
-        self.pruner, self._stream, self._before = pruner, stream, before
+        self.pruner, self._stream, self._depth, self._before = pruner, stream, depth, before
         self._stages = {s.layer: s for s in (pruner.pruning_stages(depth) if pruner.stage == "layer" else ())}
         scoring = depth if pruner.scoring_layer is None else pruner.scoring_layer
         self._scoring, self._first = scoring, min([scoring, *(layer - 1 for layer in self._stages)])
@@ -185,6 +186,24 @@ class RetrievedTokenPruning(WrappedMemory):
         elif stream_pass.rows == 1 and layer >= self._scoring and base > first:
             return self._glancing(layer, view, query, first, base, alike)
         return self._shown(layer, view, base)
+
+    def limit_evidence(self, found: Mapping[int, UnitEvidence]) -> dict[int, UnitEvidence]:
+        """Return the memory's evidence of units (frames) without the layers that see no token of them that is left."""
+        lost = Counter[int]()
+        for layer, columns in self._columns.items():
+            if (tokens := self.state.seen_tokens(layer)) is None:
+                continue
+            seen = tokens // self._stream.tokens_per_unit
+            first = self._stream.head + self.state.count_summary_columns(layer)
+            left = seen[(columns[columns >= first] - first).to(seen.device)]
+            lost.update({*seen.tolist()} - {*left.tolist()})
+        layers, made = max(1, self._depth), dict[int, UnitEvidence]()
+        for unit, one in found.items():
+            share = max(0.0, one.share - lost[unit] / layers)
+            if share or not one.share:
+                part = share / one.share if one.share else 0.0
+                made[unit] = replace(one, share=share, retrieved=one.retrieved * part)
+        return made
 
     def _drop(self, layer: int, view: KVView, query: Tensor, layout: TokenLayout, alike: bool) -> None:
         """Note which columns `layer` shows to the question."""

@@ -203,7 +203,7 @@ def attend_plan(
         written.update(heads)
     if out is None or lse is None:
         out, lse = empty_output(query, value, n, n)
-    if (dense := plan.dense) is not None:
+    if (dense := plan.dense) is not None and dense.rows:
         rows, start = dense.rows, key.shape[2] - n
         seen = slice(0, start + rows)
         valid = dense.keys.valid[:, seen] if dense.keys.has_padding else None

@@ -180,7 +180,8 @@ def run_question(
         parts.insert(
             0, adapter.embed_units(waiting, info.unit_moments(adapter.frames_per_unit, at)).flatten(0, 1)
         )
-    shown = (lambda: _shown(info, evidence())) if weigh else tuple
+    limit = pruned.limit_evidence if pruned is not None else dict
+    shown = (lambda: _shown(info, limit(evidence()))) if weigh else tuple
     given = adapter, live, state, running, deadline, asking.ids, left, meter, shown, question
     runner = QuestionRunner(
         *given, live.draft_stream, live.around, check, pause, lambda: live.counters(seen_as), choice

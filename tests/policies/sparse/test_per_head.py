@@ -125,6 +125,18 @@ def test_a_run_names_the_pattern_of_each_head(kind: str) -> None:
     assert (same - plain).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("rows", [63, 64, 65])
+def test_a_part_of_a_prompt_may_be_as_long_as_the_dense_tail(rows: int) -> None:
+    """Where all rows are dense, none are left for the heads that are."""
+    model, inputs = BUILD["llava"](layers=2), prompt("llava", PIECES * 2)
+    length = inputs["input_ids"].shape[1]
+    table = {0: {0: dict(name="a_shape", window=4096)}}
+    plain = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    with mmaccel.accelerate(model, sparse=dict(name="per_head", block=16, table=table), dense_tail=64):
+        got = model.generate(**inputs, max_new_tokens=3, do_sample=False, prefill_chunk_size=length - rows)
+    assert torch.equal(got, plain)
+
+
 def test_kept_counts_dense_heads_and_the_tail_once() -> None:
     model = BUILD["qwen"](layers=1)
     inputs = prompt("qwen", PIECES)

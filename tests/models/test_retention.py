@@ -184,6 +184,32 @@ def test_a_pinned_moment_stays_when_room_is_made() -> None:
         assert held(session) == before and session.ask(QUESTION, 2).ids
 
 
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+def test_what_has_no_room_beside_pins_drops_nothing(kv: str, tmp_path: Path) -> None:
+    """Some units could go, and too few."""
+    with watched(kv, 20) as one:
+        unit = unit_bytes(one)
+    with watched(kv, 20, store={"host_bytes": 16 * unit, "spill": "drop_oldest"}) as session:
+        session.pin(4.0, 7.5)
+        stored, before = held(session), logits(session)
+        with pytest.raises(StoreError, match="too many of them are pinned; unpin some"):
+            session.watch(film(COUNT), fps=FPS)
+        assert held(session) == stored and torch.equal(logits(session), before)
+        with resumed(session, tmp_path / "s"):
+            pass  # it says the same
+
+
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+def test_a_stream_whose_old_frames_are_all_gone_answers_after_a_load(kv: str, tmp_path: Path) -> None:
+    """A camera that paused for longer than frames are kept."""
+    with open_session("random-ov", {**KEEPERS[kv], "keep_seconds": 5.0}) as session:
+        session.watch(film(24), fps=FPS)
+        session.watch(film(WINDOW), times=[60 + n / FPS for n in range(WINDOW)])
+        assert not held(session)
+        with resumed(session, tmp_path / "s") as again:
+            again.watch(film(2), times=[70.0, 70.5])
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [

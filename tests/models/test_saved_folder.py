@@ -324,6 +324,26 @@ def test_numbers_of_nothing_are_refused(tmp_path: Path, kv: str) -> None:
             assert len(str(caught.value)) < 500 and torch.equal(logits(session), before), (name, wrong)
 
 
+def test_a_list_of_a_store_has_a_checksum(tmp_path: Path) -> None:
+    """It says whose keys a file has; earlier versions had none."""
+    place = tmp_path / "stream"
+    with begun("mosaic", 12) as session:
+        session.save(place)
+        before, path = logits(session), place / "data-1/memory/store/store.json"
+        text = path.read_text()
+        path.write_text(text.replace('"units": [0, 1', '"units": [8, 1', 1))
+        assert path.read_text() != text
+        with pytest.raises(ModelError, match=r"store.json is not what was written"):
+            session.load(place)
+        path.write_text(text)
+        facts = json.loads((place / "session.json").read_text())
+        for name, known in facts["files"].items():
+            known[1] = None if "/store/" in name else known[1]
+        (place / "session.json").write_text(json.dumps(session_io.add_checksum(facts)))
+        session.load(place)
+        assert torch.equal(logits(session), before)
+
+
 @pytest.mark.parametrize("name", ["spans", "times", "size"])
 def test_a_film_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
     place = tmp_path / "stream"

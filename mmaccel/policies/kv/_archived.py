@@ -369,7 +369,7 @@ class SharedArchive(ArchivedMemory):
         self.index.save(folder)
         rows, pairs = self.index.rows(), [(one.key, one.value) for one in self._rings if one is not None]
         window = Window(self._first, pairs) if self._count > self._first else None
-        units = self.index.at.units_of(len(next(iter(rows.values()))))
+        units = self.index.at.units_of(min(map(len, rows.values()), default=0))
         self.store.save(folder / "store", window, Rows(units.tolist(), rows))
         return True
 

@@ -105,13 +105,15 @@ class Prefetcher:
         if told != self._told:
             self._told = told
             self._known.copy_(on_device(told, self._store.device))
-        places = rows.shape[1] + self._sizes[WINDOW] + 1
+        near = first - self._gap
+        places = (
+            max(rows.shape[1], near) + self._sizes[WINDOW] + 1
+        )  # a loaded store may hold none of the last units
         if self._tables.shape[1] != places:
             with torch.inference_mode(False):
                 self._tables = self._known.new_zeros(len(rows), places)
         entry, table = torch.arange(places, device=rows.device), self._tables
         held = pad(rows, (0, places - rows.shape[1]), value=-1)
-        near = first - self._gap
         torch.where(entry < near, held, entry + (begins[WINDOW] - near), out=table)
         if self.room:
             # Those of the window stay where they are: what is written to the last place is overwritten.

@@ -339,16 +339,14 @@ class HostStore:
     def _slots(self, layer: int, units: Sequence[int]) -> list[int]:
         slots: list[int] = self.table.find_slots([layer], units)[0].tolist()
         if -1 in slots:
-            unit = units[slots.index(-1)]
-            raise StoreError(
-                f"host store: layer {layer} does not hold unit {unit}; ask for units that it holds."
-            )
+            told = f"layer {layer} does not hold unit {units[slots.index(-1)]}; ask for units that it holds"
+            raise StoreError(f"host store: {told}.")
         return slots
 
     def _make_room(self, slots: int, units: int, keep: Sequence[int] = ()) -> list[int]:
         """See that `slots` slots are free, for a chunk of `units` units; the units that were forgotten for them, none of
         `keep`. Raises where the spill does not let any go, or such a chunk would not fit into an empty store."""
-        gone: list[int] = []
+        gone, left = list[int](), None
         while len(self.table.free) < slots:
             size = len(self.slabs.slabs) * self.slabs.per
             if self.slabs.add_slab():
@@ -359,14 +357,16 @@ class HostStore:
             drops = self.spill == "drop_oldest"
             if drops and self.slabs.next_slab_exceeds_process_limit and self.relieve():
                 continue
-            needed, held = units * self.shape.layers, self.units()
-            left = (unit for unit in held if unit not in keep and not self.pinned(unit))
-            old = next(left, None) if drops else None
-            if old is None or size < needed:
-                why = self.slabs.full_store_message(needed if drops else None)
-                if drops and held and all(map(self.pinned, held)):
-                    why = "all of them are pinned; unpin some"
-                raise StoreError(f"host store: full with {len(held)} frames or units held: {why}.")
+            if left is None:
+                needed, held, layers = units * self.shape.layers, self.units(), range(self.shape.layers)
+                left = [unit for unit in held if unit not in keep and not self.pinned(unit)] if drops else []
+                room = len(self.table.free) + int((self.table.find_slots(layers, left) >= 0).sum())
+                if room < slots or size < needed:
+                    why = self.slabs.full_store_message(needed if drops else None)
+                    if drops and size >= needed:
+                        why = f"{'too many' if left else 'all'} of them are pinned; unpin some"
+                    raise StoreError(f"host store: full with {len(held)} frames or units held: {why}.")
+            old = left.pop(0)
             self.table.free_slots([old])
             gone.append(old)
             self.lost.append(old)

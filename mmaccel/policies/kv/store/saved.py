@@ -25,7 +25,7 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError, StoreError, quoted
 from mmaccel.core.files import checkpoint_io, outside
 
-VERSIONS = 1, 2, 3, 4
+VERSIONS = 1, 2, 3, 5
 """Of saved stores: those that can be read, the last is written. The first named groups of units that lay together; files of
 the second held no units but those of the store; files of the third were of one layer, and held no unit of a window."""
 INDEX = "store.json"
@@ -128,10 +128,10 @@ class _StoreSave:
     def _group_of_rows(self, rows: Rows | None) -> Iterator[_Group]:
         if rows is not None and rows.units:
             places = {unit: place for place, unit in enumerate(rows.units)}
-            most = FILE_BYTES * len(rows.units) // sum(one.nbytes for one in rows.tensors.values())
+            most = FILE_BYTES * len(rows.units) // max(1, sum(one.nbytes for one in rows.tensors.values()))
 
             def some_rows(units: list[int]) -> dict[str, Tensor]:
-                some = [places[unit] for unit in units]
+                some = slice(places[units[0]], places[units[-1]] + 1)  # views: a device may have no room
                 return {name: one[some] for name, one in rows.tensors.items()}
 
             yield _Group((), rows.units, max(1, most), 0, some_rows)
@@ -146,7 +146,7 @@ class _StoreSave:
             else:  # what cannot be linked of these is kept now
                 group.files.extend(self._link(one))
         new = [unit for unit in group.missing_units() if unit >= group.first]
-        for some in _split(new, group.most, in_a_row=bool(group.layers)):
+        for some in _split(new, group.most, group.units):
             self._write_file(group, some)
 
     def write(self) -> None:
@@ -173,7 +173,7 @@ class _StoreSave:
                 )
                 sides = [side[0, :, columns] for side in window.pairs[layer]]
             else:
-                both = torch.cat([store.unit_view(layer, unit) for unit in units])  # [n, 2, G, P, D]
+                both = torch.cat(store.slabs.slot_views(store._slots(layer, units)))  # [n, 2, G, P, D]
                 sides = [one.flatten(1, 2) for one in both.permute(1, 2, 0, 3, 4)]
             found |= zip((f"key.{layer}", f"value.{layer}"), sides, strict=True)
         return found
@@ -208,11 +208,11 @@ def _pieces(group: _Group) -> Iterator[dict[str, Any]]:
         yield {"file": one.paths[0].name, "crc": one.crc, **about}
 
 
-def _split(units: Sequence[int], most: int, in_a_row: bool = False) -> Iterator[list[int]]:
-    """Yield ascending `units` in parts of at most `most`; `in_a_row`: parts without gaps."""
-    part = list[int]()
+def _split(units: Sequence[int], most: int, of: Sequence[int] = ()) -> Iterator[list[int]]:
+    """Yield ascending `units` in parts of at most `most`; and, if given, each a part of the list `of`, without a gap."""
+    place, part = {unit: at for at, unit in enumerate(of)}, list[int]()
     for unit in units:
-        if part and (len(part) == most or (in_a_row and unit != part[-1] + 1)):
+        if part and (len(part) == most or (place and place[unit] != place[part[-1]] + 1)):
             yield part
             part = []
         part.append(unit)
@@ -304,6 +304,8 @@ def read_store(
                         f"host store: {folder} holds more than this host has room for; free memory, or load it on a "
                         "host with as much as the one it was saved on."
                     )
+                if late[layer].keys() & {units[at] for at in ahead}:
+                    raise ValueError("it has a unit of the window twice")
                 late[layer] |= {units[at]: [one[:, at] for one in by_unit] for at in ahead}
         if latest and any(len(one) != end - first for one in late):
             raise ValueError(f"units of the window, {first} to {end - 1}, are missing")

@@ -1,17 +1,20 @@
 """A save of a store and of a memory's window: a unit is written once, though the store gets it after the save."""
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from mmaccel.core.errors import StoreError
 from mmaccel.core.files import checkpoint_io
 from mmaccel.policies.kv.store import HostStore, Rows, Window
 from tests.policies.kv.store.test_saved import files, small
 from tests.policies.kv.store.units import LAYERS, UNIT_BYTES, check, contents, fill, filled, open_store
+from tests.spies import heard
 
 __all__ = ["small"]  # files of few units
 
@@ -90,6 +93,30 @@ def test_a_window_that_is_not_whole_is_told(tmp_path: Path) -> None:
     store.save(tmp_path, window([2, 3]))
     with pytest.raises(StoreError, match=r"units of the window, 2 to 4, are missing.*save it again\.$"):
         open_store().load(tmp_path, 5, 2)
+
+
+def test_a_unit_of_the_window_that_is_there_twice_is_told(tmp_path: Path) -> None:
+    store = filled([0, 1])
+    store.save(tmp_path, window([2, 3]))
+    told = json.loads((tmp_path / "store.json").read_text())
+    first = next(piece for piece in told["pieces"] if piece["units"] == [0, 1])
+    first["units"] = [0, 3]
+    (tmp_path / "store.json").write_text(json.dumps(told))
+    with pytest.raises(StoreError, match=r"a unit of the window twice.*save it again\.$"):
+        open_store().load(tmp_path, 4, 2)
+
+
+def test_nothing_is_copied_before_a_save_knows_where_there_is_room(tmp_path: Path, monkeypatch) -> None:
+    """A device may have none: `write_tensors` falls back to the host, if it gets views."""
+    given: list[dict[str, Tensor]] = []
+    heard(monkeypatch, checkpoint_io, "write_tensors", lambda path, tensors, then: given.append(tensors))
+    store, late, rows = filled([0, 1]), window([2, 3]), rows_of([0, 2, 3, 5], {})
+    with checkpoint_io.defer_writes():
+        store.save(tmp_path, late, rows)
+        own = {one.untyped_storage().data_ptr() for pair in late.pairs for one in pair}
+        own |= {one.untyped_storage().data_ptr() for one in rows.tensors.values()}
+        assert len(given) == 2
+        assert all(one.untyped_storage().data_ptr() in own for some in given for one in some.values())
 
 
 def test_a_save_that_fails_at_once_gives_the_store_back(tmp_path: Path) -> None:

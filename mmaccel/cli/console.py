@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
@@ -23,6 +24,27 @@ from mmaccel.core.report_page import plural as plural
 
 EVERY_S = 10.0
 """Seconds between two lines of progress off a terminal."""
+
+
+class _Unread(io.FileIO):
+    """The file below a standard stream; drops what is written after the reader of a pipe has left."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def open_lasting_stream(given: io.TextIOWrapper | None) -> TextIO:
+    """A stream to the file of `given` that ends no command: it drops what nobody reads, also where the shell has closed
+    `given` (None), and writes letters that the encoding lacks as escapes."""
+    if given is None:
+        return open(os.devnull, "w", errors="backslashreplace")
+    how: Any = {"line_buffering": given.line_buffering, "write_through": given.write_through}
+    file: Any = _Unread(given.fileno(), "w", closefd=False)
+    file = file if given.write_through else io.BufferedWriter(file)
+    return io.TextIOWrapper(file, given.encoding, "backslashreplace", **how)
 
 
 def out() -> Console:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mmaccel.cli.console import error_sentence, silence_libraries
+from mmaccel.cli.console import error_sentence, open_lasting_stream, silence_libraries
 from mmaccel.core.errors import MmaccelError, RecipeError, VideoError, quoted
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -184,6 +184,9 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     SIGTERM or has its own handler, that stays.
     """
     global _signal
+    for name in ("stdout", "stderr"):
+        if (given := getattr(sys, name)) is getattr(sys, f"__{name}__"):  # not one of the caller's own
+            setattr(sys, name, open_lasting_stream(given))
     ours = threading.current_thread() is threading.main_thread()
     ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     try:

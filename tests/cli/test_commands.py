@@ -5,12 +5,14 @@ import functools
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mmaccel import media
+from mmaccel.cli import console, main
 from mmaccel.cli.console import print_json
 from mmaccel.core.recipe import Recipe
 from mmaccel_lab.cli.worlds import DEMO_KINDS
@@ -251,3 +253,22 @@ def test_numbers_of_a_list_stand_on_one_line(capsys: pytest.CaptureFixture[str])
     assert json.loads(out) == told
     for line in ("    [1, 0.25],", "    [-1e-09]", '      "x": [3, 4]'):
         assert line in out.splitlines()
+
+
+def test_output_that_cannot_be_written_ends_no_command(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoding lacks a letter, the reader has left, or the shell has closed it. A stream of the caller's stays."""
+    read, write = os.pipe()
+    with open(write, "w", encoding="ascii") as given, open(read) as reader:
+        for name, stream in {"stdout": given, "stderr": None}.items():
+            monkeypatch.setattr(sys, name, stream)
+            monkeypatch.setattr(sys, f"__{name}__", stream)
+        with pytest.raises(SystemExit, match="0"):
+            main(["describe", "grid"])
+        console.echo("\u0444")
+        assert re.search(r"grid[^\0]*\\u0444\n$", os.read(read, 1 << 16).decode())
+        reader.close()
+        console.echo("unread")
+        console.print_json({})
+        console.remark("unread \udcff")
+    monkeypatch.undo()
+    assert call.text("--version").startswith("mmaccel ")

@@ -1,10 +1,12 @@
 """How standing questions end: by an error, with their session, with the program; and who waits for whom."""
 
 import atexit
+import gc
 import importlib.util
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -29,8 +31,23 @@ def test_its_end_is_told_and_it_is_kept_no_longer() -> None:
         cancelled = session.on(WHERE, print)
         cancelled.cancel()
         session.watch(film(2), fps=2.0)
-        until(lambda: not session._standing)
-        assert told == [ended.failed] and cancelled.failed is None and not module._running
+        until(lambda: not session._standing and not module._running)
+        assert told == [ended.failed] and cancelled.failed is None
+
+
+def test_a_session_that_is_dropped_without_a_close_is_freed() -> None:
+    """Its questions end with it, also one that the user keeps, and one whose `call` knows the session."""
+    told, session = list[AnswerChange](), open_session("tiny-ov", KV)
+    kept, gone = session.on(WHERE, told.append, max_new_tokens=1), weakref.ref(session)
+    others = session.on(WHERE, lambda change, of=session: told.append(change), max_new_tokens=1)._thread
+    session.watch(film(2), fps=2.0)
+    until(lambda: len(told) == 2)
+    del session
+    until(lambda: gc.collect() >= 0 and gone() is None)
+    for thread in (kept._thread, others):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert kept.failed is None and not module._running
 
 
 def test_a_program_that_ends_waits_for_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,8 +59,9 @@ def test_a_program_that_ends_waits_for_its_threads(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "again", again)
     spec.loader.exec_module(again)
     again.end_questions = ended.append
+    again._running |= {threading.Thread(): lambda: "one", threading.Thread(): lambda: None}
     at_exit[0]()
-    assert ended == [again._running]
+    assert ended == [["one"]]
 
 
 def test_a_session_closes_behind_its_standing_questions() -> None:

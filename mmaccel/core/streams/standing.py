@@ -6,8 +6,10 @@ import atexit
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from queue import SimpleQueue
 from time import monotonic
 from typing import Any
+from weakref import ref
 
 from mmaccel.core.decoding.generate import Answer
 from mmaccel.core.errors import ModelError, quoted, warn
@@ -57,69 +59,75 @@ class StandingQuestion:
         self.asked: float | None = None
         self.skipped = 0
         self.failed: Exception | None = None
-        self._session, self._question, self._call, self._fails = session, question, call, fails
+        self._question, self._call, self._fails = question, call, fails
         self._every, self._last, self._says, self._most = every, last, says, most
         self._before: str | None = None
         self._now: float | None = None  # the last second that the running answer sees
         self._due: float | None = None  # while an answer is worked out: when the question was last due
-        self._came, self._over, self._deadline = threading.Event(), False, session._deadline(None)
+        self._over, self._deadline = False, session._deadline(None)
         session._answering(question, most, self._deadline)  # refuses an impossible `most`
-        self._thread = threading.Thread(target=self._run, name="mmaccel-standing", daemon=True)
+        # A garbage collection may put into it at any moment; the lock of an Event could then wait for itself.
+        self._came = SimpleQueue[Any]()
+        self._session: Callable[[], Any] = ref(session, self._came.put)
+        asks = ref(self, self._came.put)
+        given = asks, self._came
+        self._thread = threading.Thread(target=_run, args=given, name="mmaccel-standing", daemon=True)
         session._standing.append(self)
-        _running.add(self)
+        _running[self._thread] = asks
         if session._closed:  # it was closed meanwhile
             self.stop()
         self._thread.start()
 
     def notify_frames(self) -> None:
         """Tell the question's thread that new frames came; it asks again if `every` seconds have passed. Does not wait."""
-        if self._due is not None and (now := self._session.seconds) - self._due >= self._every:
+        if self._due is not None and (now := self._session().seconds) - self._due >= self._every:
             self._due, self.skipped = now, self.skipped + 1
-        self._came.set()
+        self._came.put(True)
 
     def stop(self) -> None:
         """Stop asking, and cut off the running answer. A change that was already found is still reported."""
         self._over = True
         self._deadline.cancel()
-        self._came.set()
+        self._came.put(True)
 
     def cancel(self) -> None:
         """Stop asking, and cut off the running answer; nothing more is reported."""
         self._call = lambda change: None
         self.stop()
 
-    def _run(self) -> None:
+    def _turn(self) -> bool:
+        """Ask if it is time; return whether the question goes on."""
+        if (session := self._session()) is None:
+            return False
         try:
-            while not self._over:
-                self._came.wait()
-                self._came.clear()
-                now = self._session.seconds
-                if self._session.frames and (self.asked is None or now - self.asked >= self._every):
-                    self._due = now
-                    if self._ask():
-                        self.asked = self._now
-                    self._due = None
+            now = session.seconds
+            if session.frames and (self.asked is None or now - self.asked >= self._every):
+                self._due = now
+                if self._ask(session):
+                    self.asked = self._now
+                self._due = None
         except Exception as error:
             if not self._over:
-                self.failed = error
+                self._over, self.failed = True, error
                 if self._fails is not None:
                     self._fails(error)
                 else:
                     warn(f"the standing question {quoted(self._question)} ended: {error}")
         finally:
-            self._session._standing.remove(self)
-            _running.discard(self)
+            if over := self._over:
+                session._standing.remove(self)
+        return not over
 
-    def _ask(self) -> bool:
+    def _ask(self, session: Any) -> bool:
         """Ask, and report a change; return whether there was a whole answer."""
-        self._deadline = deadline = self._session._deadline(None)
+        self._deadline = deadline = session._deadline(None)
         if self._over:
             return False
-        ask = self._session._answering(self._question, self._most, deadline, between=self._stretch)
+        ask = session._answering(self._question, self._most, deadline, between=self._stretch)
         try:
             answer = ask(None)
         except ModelError:
-            if self._session.frames:
+            if session.frames:
                 raise
             return False  # the first frames were taken back
         if answer.finish_reason in CUT:
@@ -141,7 +149,16 @@ class StandingQuestion:
         return said in now.casefold() and (before is None or said not in before.casefold())
 
 
-_running = set[StandingQuestion]()
+_running = dict[threading.Thread, Callable[[], StandingQuestion | None]]()
+
+
+def _run(asks: Callable[[], StandingQuestion | None], came: SimpleQueue[Any]) -> None:
+    """What a question's thread runs. While it waits it holds neither the question nor the session: both can be dropped."""
+    try:
+        while came.get() and (one := asks()) and one._turn():
+            del one
+    finally:
+        _running.pop(threading.current_thread())
 
 
 def end_questions(some: Iterable[StandingQuestion]) -> None:
@@ -150,7 +167,7 @@ def end_questions(some: Iterable[StandingQuestion]) -> None:
     some, until = list(some), monotonic() + EXIT_S
     for one in some:
         one.stop()
-    if threading.current_thread() in [one._thread for one in list(_running)]:
+    if threading.current_thread() in _running:
         return
     for one in some:
         one._thread.join(max(0.0, until - monotonic()))
@@ -159,4 +176,4 @@ def end_questions(some: Iterable[StandingQuestion]) -> None:
 
 
 # Python aborts where it finalizes while a thread of its own is within the model.
-atexit.register(lambda: end_questions(_running))
+atexit.register(lambda: end_questions([one for asks in list(_running.values()) if (one := asks())]))

@@ -1,5 +1,7 @@
 """Faults injected into a session: each is told in one sentence, and the stream is as it was."""
 
+import copy
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -197,6 +199,8 @@ WRONG: list[tuple[Any, str]] = [
     (lambda s: s.ask(None), "question: None is not text; give a string"),
     (lambda s: s.ask(QUESTION, timeout=10**400), "timeout: a whole number of 1329 bits; give a positive"),
     (lambda s: s.ask(QUESTION, 0), "max_new_tokens: 0; give at least 1"),
+    (copy.deepcopy, "neither copied nor pickled; `save` it"),
+    (pickle.dumps, "neither copied nor pickled; `save` it"),
     (lambda s: s.load("nowhere"), "nowhere is not a saved session"),
 ]
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -258,12 +258,8 @@ class VideoSession(FrameIntake):
                     text, ids, reason = turn.decode(self.recipe.draft, most, put)
                     self._meter, report = turn.meter, self._told(turn.meter, turn.counted())
                     counters, draft = dict(report.kv), report.draft
-                    if draft["rounds"]:
-                        counters |= {
-                            "drafted": float(draft["proposed"]),
-                            "accepted": float(draft["accepted"]),
-                            "draft_wait_seconds": draft["wait_s"],
-                        }
+                    names = {"drafted": "proposed", "accepted": "accepted", "draft_wait_seconds": "wait_s"}
+                    counters |= {told: float(draft[x]) for told, x in names.items() if draft["rounds"]}
                     speed = report.ttft_s or 0.0, report.tokens_per_s
                     answer = Answer(text, ids, *speed, turn.evidence(), counters, reason, turn.lines)
                 if chat:
@@ -394,6 +390,9 @@ class VideoSession(FrameIntake):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise ModelError("a session can be neither copied nor pickled; `save` it, and `resume` another.")
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.frames} frames"

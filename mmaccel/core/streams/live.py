@@ -174,8 +174,9 @@ class AsyncVideoSession:
     ) -> AsyncReply:
         """Return an `AsyncReply`: iterate over it for pieces of the text, or await it for the whole `Answer`.
 
-        The other arguments are those of `VideoSession.ask`. Work begins at once. If the session has no frames yet, the
-        question waits for the first one, provided that a `watch` runs or is already scheduled as a task.
+        The other arguments are those of `VideoSession.ask`. Work begins at once: give the reply to ``await``, ``async for``,
+        `asyncio.ensure_future` or `gather`, not to `create_task`, which takes only coroutines. If the session has
+        no frames yet, the question waits for the first one, provided that a `watch` runs or is scheduled as a task.
         """
         deadline = self.session._deadline(timeout)
         ask = self.session._answering(question, max_new_tokens, deadline, evidence, **how)

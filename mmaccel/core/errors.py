@@ -181,6 +181,14 @@ def check_question(text: Any) -> str:
     return str(text)
 
 
+def check_not_cast(then: Any, now: Any) -> None:
+    """Raise `ModelError` if the dtype `now` of a session's model is not `then`, that when the session was opened."""
+    if now != then:
+        raise ModelError(
+            f"the model was cast from {then} to {now} since the session was opened; cast it back, or open another."
+        )
+
+
 class DraftError(MmaccelError):
     """A draft model cannot serve its target: another vocabulary, missing weights, or an invalid proposal."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import ModelView, TokenTree, home_device
 from mmaccel.core.attach import StreamAdapter, adapter_for
-from mmaccel.core.errors import ModelError, check_question
+from mmaccel.core.errors import ModelError, check_not_cast, check_question
 from mmaccel.core.layout import PositionIds
 from mmaccel.core.memory.buffers import on_device
 from mmaccel.core.memory.kv import StreamState
@@ -89,8 +89,7 @@ class StreamForwardPasses:
                 rows = self.family.encode_frames(self.model, inputs)
         if self.frame_pruner is not None and units:
             return prune_frames(self.frame_pruner, self.view.geometry, rows, units, unit, vision)
-        inside = units * unit
-        return rows[:inside].view(units, unit, -1), rows[inside:]
+        return rows[: units * unit].view(units, unit, -1), rows[units * unit :]
 
     @cached_property
     def _tower(self) -> nn.ModuleList:
@@ -308,6 +307,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
         return None if alone else id(getattr(self.processor, "stock", self.processor))
 
     def _pixels(self, frames: Tensor, size: tuple[int, int]) -> dict[str, Tensor]:
+        check_not_cast(self.dtype, self.family.token_embedding(self.model).weight.dtype)
         return self.processor.prepare_pixels(frames, device=self.device, dtype=self.dtype)
 
     def _unit(self, size: tuple[int, int]) -> tuple[tuple[int, int], int]:
@@ -318,8 +318,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
             self._units[size] = self.family.frame_size(self.model, inputs), tokens
         return self._units[size]
 
-    def resize_frames(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
-        return resize(frames, size)
+    resize_frames = staticmethod(resize)
 
     def head_ids(self) -> Tensor:
         return self._template[0]
@@ -352,6 +351,7 @@ class HFStreamAdapter(StreamForwardPasses, StreamAdapter):  # type: ignore[overr
 
     def _chat(self, question: str | list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         """Ids before and after the video of a prompt; `question` is a text or messages (`dialogue.question_messages`)."""
+        check_not_cast(self.dtype, self.family.token_embedding(self.model).weight.dtype)
         return ids_around_video(self.processor, question)
 
     def end_token_ids(self) -> frozenset[int]:

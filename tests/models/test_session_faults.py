@@ -3,7 +3,7 @@
 import copy
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,16 @@ def test_a_broken_watch_forgets_no_more_than_a_whole_one_up_to_there(kv: str, pa
         assert len(session) == 125 and session.ask(QUESTION, 2).evidence
 
 
+def cast(session: mmaccel.VideoSession, call: Callable[[], Any]) -> None:
+    """`call` while the session's model has another dtype."""
+    model = session._stream_adapter.view.model
+    try:
+        model.double()
+        call()
+    finally:
+        model.float()
+
+
 WRONG: list[tuple[Any, str]] = [
     (lambda s: s.watch(film(4)[:0]), "no frames"),
     (lambda s: s.watch([]), "no frames"),
@@ -199,6 +209,8 @@ WRONG: list[tuple[Any, str]] = [
     (lambda s: s.ask(None), "question: None is not text; give a string"),
     (lambda s: s.ask(QUESTION, timeout=10**400), "timeout: a whole number of 1329 bits; give a positive"),
     (lambda s: s.ask(QUESTION, 0), "max_new_tokens: 0; give at least 1"),
+    (lambda s: cast(s, lambda: s.watch(film(4))), "cast from torch.float32 to torch.float64 since"),
+    (lambda s: cast(s, lambda: s.ask(QUESTION)), "cast from torch.float32 to torch.float64 since"),
     (copy.deepcopy, "neither copied nor pickled; `save` it"),
     (pickle.dumps, "neither copied nor pickled; `save` it"),
     (lambda s: s.load("nowhere"), "nowhere is not a saved session"),

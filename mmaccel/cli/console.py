@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -27,12 +27,14 @@ EVERY_S = 10.0
 
 
 class _Unread(io.FileIO):
-    """The file below a standard stream; drops what is written after the reader of a pipe has left."""
+    """The file below a standard stream; drops what is written after the reader of a pipe, or a terminal, has gone."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO, errno.ECONNRESET):
+                raise
             return len(data)
 
 
@@ -41,6 +43,8 @@ def open_lasting_stream(given: io.TextIOWrapper | None) -> TextIO:
     `given` (None), and writes letters that the encoding lacks as escapes."""
     if given is None:
         return open(os.devnull, "w", errors="backslashreplace")
+    with suppress(OSError, ValueError):
+        given.flush()
     how: Any = {"line_buffering": given.line_buffering, "write_through": given.write_through}
     file: Any = _Unread(given.fileno(), "w", closefd=False)
     file = file if given.write_through else io.BufferedWriter(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -185,7 +186,9 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     """
     global _signal
     for name in ("stdout", "stderr"):
-        if (given := getattr(sys, name)) is getattr(sys, f"__{name}__"):  # not one of the caller's own
+        given = getattr(sys, name)
+        # Not one of the caller's own.
+        if given is getattr(sys, f"__{name}__") and isinstance(given, io.TextIOWrapper | None):
             setattr(sys, name, open_lasting_stream(given))
     ours = threading.current_thread() is threading.main_thread()
     ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

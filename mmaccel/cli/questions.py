@@ -175,7 +175,7 @@ def evidence_footer(answer: Answer, moments: int) -> list[str]:
     kept = {
         name.removeprefix("visual "): int(n)
         for name, n in answer.counters.items()
-        if name.startswith("visual")
+        if name.partition(" ")[0] == "visual"
     }
     if told := describe_kept_tokens(kept):
         lines.append(f"video: {told}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, zip_longest
 from typing import Any, ClassVar
 
 import torch
@@ -254,36 +254,42 @@ class LlavaOnevision(Family):
             count, tokens = encoded.pooler_output.shape[:2]
             frames = (tokens - 1) // pooled**2
         videos = [Grid(frames, pooled, pooled, marks=1)] * count
-        images: list[Grid] = []
-        rows = inputs["input_ids"].tolist() if IMAGE in self.given_modalities(inputs) else []
-        told = inputs.get("batch_num_images")
-        told = told if told is not None and len(told) == len(rows) else [1] * len(rows)
-        for row, several in zip(rows, told, strict=True):
-            for token, group in groupby(row):
-                if token != config.image_token_id:
-                    continue
-                marks = len(list(group)) - side * side
-                if several > 1:  # without tiles, each with one mark; they may stand side by side
-                    images += [Grid(1, side, side, 1)] * ((marks + side * side) // (side * side + 1))
-                else:
-                    tiles = self._tiles(config, inputs, len(images), marks)
-                    images.append(Grid(1, side, side, marks, tiles))
-        return images, videos
+        ids = inputs["input_ids"].tolist() if IMAGE in self.given_modalities(inputs) else []
+        runs = [
+            len(list(some)) for row in ids for token, some in groupby(row) if token == config.image_token_id
+        ]
+        return self._image_grids(config, inputs, side, runs), videos
 
-    def _tiles(self, config: Any, inputs: Inputs, number: int, marks: int) -> tuple[int, int] | None:
-        """Rows and columns of what the finer tiles of image `number` make together, `marks` tokens with the rows' ends; None
-        where it has none, or where its size is not told."""
+    def _image_grids(self, config: Any, inputs: Inputs, side: int, runs: list[int]) -> list[Grid]:
+        """Grids of the images whose tokens make up `runs`, in order. Images may stand side by side: where each ends is told
+        by its size, if it has tiles, and by its one mark. If that does not fit the runs, each is one image."""
+        sizes, groups = inputs.get("image_sizes"), inputs.get("batch_num_images")
+        count = 0 if sizes is None or max(runs, default=0) <= side * side + 1 else len(sizes)
+        # One number stands for all images of a prompt; several of them have no tiles.
+        alone = [True] * count if groups is None else [n == 1 for n in groups.tolist() for _ in range(n)]
+        tiles = [
+            self._tiles(config, inputs, at) if one and at < count else None for at, one in enumerate(alone)
+        ]
+        grids = [Grid(1, side, side, 1 if size is None else size[0] * (size[1] + 1), size) for size in tiles]
+        ends = [*accumulate(side * side + one.marks for one in grids)]
+        if {*accumulate(runs)} <= {*ends} and sum(runs) == (ends[-1] if ends else 0):
+            return grids
+        marks = [run - side * side for run in runs]
+        found = zip_longest(marks, tiles[: len(runs)])
+        return [
+            Grid(1, side, side, n, size if size and size[0] * (size[1] + 1) == n else None)
+            for n, size in found
+        ]
+
+    def _tiles(self, config: Any, inputs: Inputs, number: int) -> tuple[int, int]:
+        """Rows and columns of what the finer tiles of image `number` make together; each row ends with a token more."""
         from transformers.models.llava_onevision.modeling_llava_onevision import get_anyres_image_grid_shape
 
-        sizes = inputs.get("image_sizes")
-        if sizes is None or number >= len(sizes) or marks <= 1:
-            return None
-        size, tile = [int(x) for x in sizes[number]], config.vision_config.image_size
+        size, tile = [int(x) for x in inputs["image_sizes"][number]], config.vision_config.image_size
         grid = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, tile)
         aspect = inputs.get("vision_aspect_ratio") or config.vision_aspect_ratio
         side, most = tile // config.vision_config.patch_size, int(aspect.removeprefix("anyres_max_"))
-        rows, columns = tiled_token_grid(grid, side, size, most)
-        return (rows, columns) if rows * (columns + 1) == marks else None
+        return tiled_token_grid(grid, side, size, most)
 
     def encode_frames(self, model: nn.Module, inputs: Inputs) -> Tensor:
         rows = super().encode_frames(model, inputs)

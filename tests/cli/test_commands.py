@@ -262,10 +262,11 @@ def test_output_that_cannot_be_written_ends_no_command(call: Call, monkeypatch: 
         for name, stream in {"stdout": given, "stderr": None}.items():
             monkeypatch.setattr(sys, name, stream)
             monkeypatch.setattr(sys, f"__{name}__", stream)
+        print("before", file=given)
         with pytest.raises(SystemExit, match="0"):
             main(["describe", "grid"])
         console.echo("\u0444")
-        assert re.search(r"grid[^\0]*\\u0444\n$", os.read(read, 1 << 16).decode())
+        assert re.search(r"^before\n[^\0]*grid[^\0]*\\u0444\n$", os.read(read, 1 << 16).decode())
         reader.close()
         console.echo("unread")
         console.print_json({})

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,11 @@ def test_what_a_memory_does_not_tell_is_left_blank() -> None:
     told = evidence_footer(answer, 2)
     assert told[0] == "and on 2 more" and "does not tell" in told[1]
     assert told[2].endswith("decode: 2 tokens") and "1 token," in repr(answer)
+    # Counters of clusters are no tokens that a pruner left.
+    counts = {"visual_clusters": 7.0, "visual_splits": 0.0}
+    assert evidence_footer(replace(answer, counters=counts), 2) == told
+    pruned = replace(answer, counters={**counts, "visual": 9.0, "visual from layer 2": 3.0})
+    assert evidence_footer(pruned, 2)[2] == "video: 9 tokens, 3 from layer 2 on"
 
 
 def test_questions_are_piped(clip: str, ov: str) -> None:

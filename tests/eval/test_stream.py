@@ -75,6 +75,11 @@ def test_the_mean_of_kinds_is_as_sure_as_its_kinds() -> None:
     needle, order, mean = rows(wrong + right)
     assert mean["low"] == pytest.approx(0.5 - (1 - order["low"]) / 2)
     assert mean["high"] == pytest.approx(0.5 + needle["high"] / 2)
+    for count in range(1, 60):
+        *_, mean = rows(
+            [shot("a", False, n, kind=kind) for n in range(count) for kind in ("needle", "order")]
+        )
+        assert mean["low"] == 0.0, "not below it by rounding"
 
 
 def test_pairs_are_of_the_same_questions() -> None:

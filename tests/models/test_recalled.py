@@ -241,7 +241,7 @@ def test_evidence_weighs_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert int((told[layer] > 0).sum()) == (len(whole[layer]) if layer < 2 else left)
 
 
-@crossed(kv=["full", "rekv", "mosaic", "livevlm"], between=[None, (1.0, 4.0)])
+@crossed(kv=["full", "rekv", "mosaic", "livevlm", "no_cache"], between=[None, (1.0, 4.0)])
 def test_a_layer_that_sees_nothing_of_a_frame_is_not_counted(kv: str, between: Any) -> None:
     plain, half = (
         session("random-ov", {"kv": TIGHT[kv], **more})

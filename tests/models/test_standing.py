@@ -35,6 +35,14 @@ def test_its_end_is_told_and_it_is_kept_no_longer() -> None:
         assert told == [ended.failed] and cancelled.failed is None
 
 
+def test_a_call_may_end_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)
+    with open_session("tiny-ov", KV) as session:
+        session.on(WHERE, Mock(side_effect=SystemExit))
+        session.watch(film(2), fps=2.0)
+        until(lambda: not session._standing and not module._running)
+
+
 def test_a_session_that_is_dropped_without_a_close_is_freed() -> None:
     """Its questions end with it, also one that the user keeps, and one whose `call` knows the session."""
     told, session = list[AnswerChange](), open_session("tiny-ov", KV)

@@ -123,15 +123,28 @@ def test_calls_are_bounded_and_features_the_same(name: str, most: int, monkeypat
 def test_images_side_by_side_are_several() -> None:
     """Of a prompt with several, which have no tiles; and a batch of such prompts is split."""
     model, inputs = BUILD["llava"](), pictures()
-    adapter, ids = adapter_for(model), inputs["input_ids"].clone()
-    apart = adapter.layout(model, inputs)
-    row = [token for token in ids[1].tolist() if token not in (5, 6)]
-    beside = [4, *[IMG] * 51, *[token for token in row if token not in (4, IMG)], 5, 6]
-    inputs["input_ids"] = torch.tensor([ids[0].tolist(), beside, ids[2].tolist()])
-    layout = adapter.layout(model, inputs)
-    assert [len(layout.segment[1][layout.modality[1] == IMAGE].unique()) for _ in "1"] == [3]
-    assert [int((one.row >= 0).sum()) for one in (apart, layout)] == [int((apart.row >= 0).sum())] * 2
-    assert [int(one["batch_num_images"]) for one in split_batch(adapter, model, inputs)] == [1, 3, 1]
+    adapter, ids = adapter_for(model), inputs["input_ids"].tolist()
+    apart, between = adapter.layout(model, inputs), {5, 6}
+
+    def images(rows: list[list[int]], **more: Any) -> list[int]:
+        long = max(map(len, rows))
+        given = {**inputs, **more, "input_ids": torch.tensor([row + [7] * (long - len(row)) for row in rows])}
+        layout = adapter.layout(model, given)
+        assert int((layout.row >= 0).sum()) == int((apart.row >= 0).sum())
+        return [
+            len(one[kind == IMAGE].unique())
+            for one, kind in zip(layout.segment, layout.modality, strict=True)
+        ]
+
+    beside = [token for token in ids[1] if token not in between]
+    assert images([ids[0], beside, ids[2]]) == [1, 3, 1]
+    # Tiled ones too; and the groups need not be of a row each.
+    tiled = ids[0][: 1 + ids[0].index(IMG)][:-1] + [IMG] * (2 * ids[0].count(IMG)) + [7]
+    assert images([beside, tiled], batch_num_images=torch.tensor([3, 1, 1])) == [3, 2]
+    split = split_batch(
+        adapter, model, {**inputs, "input_ids": torch.tensor([ids[0], [*beside, 5, 6], ids[2]])}
+    )
+    assert [int(one["batch_num_images"]) for one in split] == [1, 3, 1]
 
 
 def _features(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:

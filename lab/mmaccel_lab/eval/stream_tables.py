@@ -77,7 +77,7 @@ def mean_interval(parts: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
         math.sqrt(sum((row[end] - row["accuracy"]) ** 2 for row in parts)) / len(parts)
         for end in ("low", "high")
     )
-    return middle - down, middle + up
+    return max(0.0, middle - down), min(1.0, middle + up)
 
 
 def paired(found: Sequence[Shot], one: str, other: str) -> list[dict[str, Any]]:

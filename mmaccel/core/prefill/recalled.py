@@ -7,7 +7,7 @@ between two layers is hidden from later layers. Letters: H query heads, N column
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -187,8 +187,11 @@ class RetrievedTokenPruning(WrappedMemory):
             return self._glancing(layer, view, query, first, base, alike)
         return self._shown(layer, view, base)
 
-    def limit_evidence(self, found: Mapping[int, UnitEvidence]) -> dict[int, UnitEvidence]:
-        """Return the memory's evidence of units (frames) without the layers that see no token of them that is left."""
+    def limit_evidence(
+        self, found: Mapping[int, UnitEvidence], numbers: Sequence[int]
+    ) -> dict[int, UnitEvidence]:
+        """Return the memory's evidence of units (frames) without the layers that see no token of them that is left.
+        `numbers`: those by which `found` names the memory's units, in their order."""
         lost = Counter[int]()
         for layer, columns in self._columns.items():
             if (tokens := self.state.seen_tokens(layer)) is None:
@@ -196,7 +199,9 @@ class RetrievedTokenPruning(WrappedMemory):
             seen = tokens // self._stream.tokens_per_unit
             first = self._stream.head + self.state.count_summary_columns(layer)
             left = seen[(columns[columns >= first] - first).to(seen.device)]
-            lost.update({*seen.tolist()} - {*left.tolist()})
+            lost.update(
+                numbers[unit] for unit in {*torch.unique(seen).tolist()} - {*torch.unique(left).tolist()}
+            )
         layers, made = max(1, self._depth), dict[int, UnitEvidence]()
         for unit, one in found.items():
             share = max(0.0, one.share - lost[unit] / layers)

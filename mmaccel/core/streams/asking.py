@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ def run_question(
         parts.insert(
             0, adapter.embed_units(waiting, info.unit_moments(adapter.frames_per_unit, at)).flatten(0, 1)
         )
-    limit = pruned.limit_evidence if pruned is not None else dict
+    limit = dict if pruned is None else partial(pruned.limit_evidence, numbers=shows)
     shown = (lambda: _shown(info, limit(evidence()))) if weigh else tuple
     given = adapter, live, state, running, deadline, asking.ids, left, meter, shown, question
     runner = QuestionRunner(

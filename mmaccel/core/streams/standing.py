@@ -113,6 +113,9 @@ class StandingQuestion:
                     self._fails(error)
                 else:
                     warn(f"the standing question {quoted(self._question)} ended: {error}")
+        except BaseException:  # as `call` raised it, to end the thread
+            self._over = True
+            raise
         finally:
             if over := self._over:
                 session._standing.remove(self)

@@ -72,7 +72,7 @@ class StreamMemory(IngestState):
 
     def _save(self, folder: Path) -> bool:
         """Write what the subclass keeps; return whether the window is in it."""
-        if type(self)._gone is not StreamMemory._gone:
+        if type(self)._save is StreamMemory._save and type(self)._gone is not StreamMemory._gone:
             raise ModelError(f"kv: {type(self).__name__} has no _save for its units; write it, and _load.")
         return False
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from mmaccel.core.decoding.replay import CudaGraphCache
-from mmaccel.core.errors import MmaccelWarning, RecipeError
+from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.memory.kv import StreamPass
 from mmaccel.core.prefill import attention
 from mmaccel.core.recipe import Recipe
@@ -20,6 +20,7 @@ from mmaccel.core.registry import policy, register
 from mmaccel.policies.kv import LiveVLM, ReKV
 from mmaccel.policies.kv._archived import HostMemory
 from mmaccel.policies.kv._window import Rope
+from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
 from mmaccel.policies.kv.store import HostStore
 from tests.policies.kv.mosaic.driven import CPU, GEOMETRY, HEAD, LAYERS, WHEEL, Driven
@@ -267,3 +268,15 @@ def test_a_question_reads_nothing_and_launches_little(name: str, monkeypatch: py
     assert len(evidence) >= 10
     launched = sum(counted.launched.values()) / LAYERS
     assert 10 < launched <= MOST.get(name, 24), counted.launched.most_common()
+
+
+def test_a_memory_that_keeps_units_says_how_it_saves_them(tmp_path: Path) -> None:
+    """Its own `_save` may call the base's."""
+    keeps = {"_gone": lambda self, *given: None}
+    own = type(
+        "Own", (StreamMemory,), {**keeps, "_save": lambda self, folder: StreamMemory._save(self, folder)}
+    )
+    assert own._save(object.__new__(own), tmp_path) is False  # type: ignore[attr-defined]
+    bare = type("Bare", (StreamMemory,), keeps)
+    with pytest.raises(ModelError, match="Bare has no _save for its units"):
+        bare._save(object.__new__(bare), tmp_path)  # type: ignore[attr-defined]

@@ -101,7 +101,11 @@ def same(one: mmaccel.VideoSession, other: mmaccel.VideoSession) -> str:
         figures.append((session.frames, session.shown, answer.ids, answer.evidence, session.clusters()))
         store, layers = live.state.store, range(live.state.geometry.layers)
         stored.append(
-            [(unit, store.unit_view(layer, unit).clone()) for layer in layers for unit in store.units(layer)]
+            [
+                (unit, store.unit_views(layer, [unit])[0].clone())
+                for layer in layers
+                for unit in store.units(layer)
+            ]
         )
     for name, a, b in zip(("frames", "times", "tokens", "evidence"), *figures, strict=False):
         if a != b:

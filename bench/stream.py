@@ -69,7 +69,7 @@ class CopiesEach(HostStore):
 
         def work() -> None:
             for at, unit in enumerate(units):
-                for side, rows in enumerate(self.unit_view(layer, unit)[0]):
+                for side, rows in enumerate(self.unit_views(layer, [unit])[0][0]):
                     view_by_unit(out, self.shape.tokens)[side, :, at].copy_(rows, non_blocking=True)
 
         wire.wait(self.lanes.compute_queue.record_mark())

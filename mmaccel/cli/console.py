@@ -26,7 +26,7 @@ EVERY_S = 10.0
 """Seconds between two lines of progress off a terminal."""
 
 
-class _Unread(io.FileIO):
+class _TolerantFile(io.FileIO):
     """The file below a standard stream; drops what is written after the reader of a pipe, or a terminal, has gone."""
 
     def write(self, data: Any, /) -> int:
@@ -38,7 +38,7 @@ class _Unread(io.FileIO):
             return len(data)
 
 
-def open_lasting_stream(given: io.TextIOWrapper | None) -> TextIO:
+def open_tolerant_stream(given: io.TextIOWrapper | None) -> TextIO:
     """A stream to the file of `given` that ends no command: it drops what nobody reads, also where the shell has closed
     `given` (None), and writes letters that the encoding lacks as escapes."""
     if given is None:
@@ -46,7 +46,7 @@ def open_lasting_stream(given: io.TextIOWrapper | None) -> TextIO:
     with suppress(OSError, ValueError):
         given.flush()
     how: Any = {"line_buffering": given.line_buffering, "write_through": given.write_through}
-    file: Any = _Unread(given.fileno(), "w", closefd=False)
+    file: Any = _TolerantFile(given.fileno(), "w", closefd=False)
     file = file if given.write_through else io.BufferedWriter(file)
     return io.TextIOWrapper(file, given.encoding, "backslashreplace", **how)
 

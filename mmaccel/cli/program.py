@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mmaccel.cli.console import error_sentence, open_lasting_stream, silence_libraries
+from mmaccel.cli.console import error_sentence, open_tolerant_stream, silence_libraries
 from mmaccel.core.errors import MmaccelError, RecipeError, VideoError, quoted
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -189,7 +189,7 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
         given = getattr(sys, name)
         # Not one of the caller's own.
         if given is getattr(sys, f"__{name}__") and isinstance(given, io.TextIOWrapper | None):
-            setattr(sys, name, open_lasting_stream(given))
+            setattr(sys, name, open_tolerant_stream(given))
     ours = threading.current_thread() is threading.main_thread()
     ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     try:

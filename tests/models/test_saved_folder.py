@@ -324,6 +324,22 @@ def test_numbers_of_nothing_are_refused(tmp_path: Path, kv: str) -> None:
             assert len(str(caught.value)) < 500 and torch.equal(logits(session), before), (name, wrong)
 
 
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+def test_means_of_other_units_are_refused(tmp_path: Path, kv: str) -> None:
+    place = tmp_path / "stream"
+    with begun(kv, 12) as session:
+        session.save(place)
+        before, path = logits(session), place / "data-1/memory/store/store.json"
+        told = json.loads(path.read_text())
+        (rows,) = (piece for piece in told["pieces"] if not piece["layers"])
+        rows["gone"] = rows["units"][-1:]
+        path.write_text(json.dumps(told))
+        resealed(place)
+        with pytest.raises(ModelError, match=r"rows of other units than the stream; it is damaged\.$"):
+            session.load(place)
+        assert torch.equal(logits(session), before)
+
+
 def test_a_list_of_a_store_has_a_checksum(tmp_path: Path) -> None:
     """It says whose keys a file has; earlier versions had none."""
     place = tmp_path / "stream"

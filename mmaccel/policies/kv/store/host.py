@@ -261,9 +261,9 @@ class HostStore:
         found: list[int] = self.table.at.units_of(slot.shape[1])[rows].tolist()
         return found
 
-    def unit_view(self, layer: int, unit: int) -> Tensor:
-        """Return a view [1, 2, G, P, D] of a unit (frame) on the host; valid after `wait_for_copies`, while it is held."""
-        return self.slabs.slot_views(self._slots(layer, [unit]))[0]
+    def unit_views(self, layer: int, units: Sequence[int]) -> list[Tensor]:
+        """Return views [n, 2, G, P, D] of `units` (frames), in order; valid after `wait_for_copies`, while they are held."""
+        return self.slabs.slot_views(self._slots(layer, units))
 
     def nbytes(self) -> int:
         """Return the bytes that the store holds on the device."""

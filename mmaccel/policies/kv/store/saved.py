@@ -32,6 +32,7 @@ INDEX = "store.json"
 FILE_BYTES, FILES = 256 * 2**20, 8
 """The most bytes of a file, unless a unit has more; and how many files in a row become one, if it has room for them."""
 NEVER = 1 << 62
+"""A unit that never comes: where there is no window, it begins here."""
 
 
 Tensors = Mapping[str, Tensor]
@@ -173,7 +174,7 @@ class _StoreSave:
                 )
                 sides = [side[0, :, columns] for side in window.pairs[layer]]
             else:
-                both = torch.cat(store.slabs.slot_views(store._slots(layer, units)))  # [n, 2, G, P, D]
+                both = torch.cat(store.unit_views(layer, units))  # [n, 2, G, P, D]
                 sides = [one.flatten(1, 2) for one in both.permute(1, 2, 0, 3, 4)]
             found |= zip((f"key.{layer}", f"value.{layer}"), sides, strict=True)
         return found

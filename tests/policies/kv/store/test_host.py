@@ -253,7 +253,7 @@ def test_wrong_calls_are_told_and_change_nothing() -> None:
     ):
         with pytest.raises(StoreError, match=told):
             store.put_layer(0, units, *pair)
-    for call in (lambda: store.fetch(0, [0, 9]), lambda: store.unit_view(0, 9)):
+    for call in (lambda: store.fetch(0, [0, 9]), lambda: store.unit_views(0, [9])):
         with pytest.raises(StoreError, match="layer 0 does not hold unit 9"):
             call()
     for field, value in (("layers", 0), ("slab_bytes", 0), ("cap", -1), ("spill", "sink")):

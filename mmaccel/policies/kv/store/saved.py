@@ -32,7 +32,7 @@ INDEX = "store.json"
 FILE_BYTES, FILES = 256 * 2**20, 8
 """The most bytes of a file, unless a unit has more; and how many files in a row become one, if it has room for them."""
 NEVER = 1 << 62
-"""A unit that never comes: where there is no window, it begins here."""
+"""Above the number of any unit: the first unit of a window that is not there."""
 
 
 Tensors = Mapping[str, Tensor]

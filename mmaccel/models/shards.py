@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -52,21 +53,38 @@ def local_heads(model: nn.Module, heads: int) -> range:
 
 
 def weights_checksum(model: nn.Module) -> str:
-    """Compute a checksum of all weights, from a sample of each."""
-    marks, states = hashlib.sha256(), sorted(model.state_dict().items())
-    by_kind, where = dict[Any, list[Tensor]](), list[tuple[Any, int]]()
-    for name, tensor in states:
+    """Compute a checksum of all weights, from a sample of each; raises `ModelError` if processes share the weights."""
+    if (processes := tensor_parallel_size(model)) > 1:
+        raise ModelError(
+            f"save, load: {processes} processes share the model's weights; use a model that one process holds."
+        )
+    states, by_kind = sorted(model.state_dict().items()), dict[Any, list[tuple[int, Tensor]]]()
+    for number, (name, tensor) in enumerate(states):
         flat = _weight(model, name, tensor).flatten()
-        kept = by_kind.setdefault((flat.device, flat.dtype), [])
-        where.append(((flat.device, flat.dtype), len(kept)))
-        sample = flat[:: max(1, flat.numel() // 16)][:16]
-        kept.append(
-            sample.clone() if tensor.is_meta else sample
-        )  # a view would keep what is read from elsewhere
-    # One copy to the host for all of a type: each waits for the device.
-    host = {kind: torch.cat(x).cpu().double().split([*map(len, x)]) for kind, x in by_kind.items()}
-    for (name, tensor), (kind, number) in zip(states, where, strict=True):
-        marks.update(f"{name} {list(tensor.shape)} {host[kind][number].tolist()}".encode())
+        step = max(1, flat.numel() // 16)
+        sample = flat[: 16 * step : step]
+        # A view would keep what is read from elsewhere.
+        sample = sample.clone() if tensor.is_meta else sample
+        by_kind.setdefault((flat.device, flat.dtype), []).append((number, sample))
+    samples = list[tuple[tuple[int, ...], tuple[int, ...], Any, bytes]]()
+    for some in by_kind.values():
+        numbers, views = zip(*some, strict=True)
+        host = torch.cat(views).cpu()  # one copy for all of a type: each waits for the device
+        raw = host.view(torch.uint8).numpy().tobytes()
+        samples.append((numbers, tuple(map(len, views)), host.dtype, raw))
+    return _hash_samples(tuple((name, *tensor.shape) for name, tensor in states), tuple(samples))
+
+
+@lru_cache(8)
+def _hash_samples(weights: tuple[Any, ...], samples: tuple[Any, ...]) -> str:
+    """The checksum of `weights` (name and sizes of each), of whose `samples` of each type there are the numbers of the
+    weights, lengths, the type and the bytes. It is kept, for a model that saves often: the text takes most of its time."""
+    marks, values = hashlib.sha256(), dict[int, Tensor]()
+    for numbers, sizes, dtype, raw in samples:
+        flat = torch.tensor(list(raw), dtype=torch.uint8).view(dtype).double()
+        values |= zip(numbers, flat.split(sizes), strict=True)
+    for number, (name, *size) in enumerate(weights):
+        marks.update(f"{name} {size} {values[number].tolist()}".encode())
     return marks.hexdigest()[:32]
 
 

@@ -21,6 +21,7 @@ import signal
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -57,13 +58,22 @@ SESSION, FACTS = "session", "stream.json"
 """Of each open stream: its saved session; and its owner, recipe, conversation, and a random mark of this state."""
 TELLS_S = 5.0
 """Seconds between two reports of a replica's metrics to Ray."""
+OPENS_S = 60.0
+"""Seconds after which a request that opens a stream no longer counts as one at its replica."""
 PLACED_S = 60.0
 """Seconds that the cluster has to find room for replicas with drafts' GPUs."""
 Make = Callable[[], "Engine"]
 
 
 class StreamRouter(RequestRouter):
-    """Router for Ray Serve: a stream's requests go to the replica that holds it, others to the less busy of two replicas."""
+    """Router for Ray Serve: a stream's requests go to the replica that holds it, a new stream to the replica with the fewest
+    streams, and other requests to the less busy of two replicas."""
+
+    def initialize_state(self, live: str) -> None:
+        """`live`: the folder of open streams."""
+        self._live = Path(live)
+        # By request that opens a stream: since when, and at which replica.
+        self._opening = dict[str, tuple[float, str]]()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -73,20 +83,46 @@ class StreamRouter(RequestRouter):
             # What the proxy sends to the replica, which reads it the same way.
             scope = pickle.loads(pending_request.args[0]).asgi_scope
             if found := NUMBER.match(scope["path"]):
-                return [[_choose_replica(found[1], candidate_replicas, lambda one: one.replica_id.unique_id)]]
+                return [[_choose_replica(found[1], candidate_replicas, _name)]]
+            if scope["path"] == router.prefix and scope.get("method") == "POST":
+                request = pending_request.metadata.internal_request_id
+                return [[one] for one in await self._by_streams(candidate_replicas, request)]
         return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+
+    async def _by_streams(self, replicas: Sequence[RunningReplica], request: str) -> list[RunningReplica]:
+        """The replicas by the number of streams that are routed to each, fewest first; `request` opens one at the first."""
+        numbers = await asyncio.to_thread(_stream_ids, self._live)
+        held = Counter(_name(_choose_replica(number, replicas, _name)) for number in numbers)
+        now = time.monotonic()
+        self._opening = {
+            key: one for key, one in self._opening.items() if now - one[0] < OPENS_S and key != request
+        }
+        held.update(name for _, name in self._opening.values())
+        found = sorted(random.sample(replicas, len(replicas)), key=lambda one: held[_name(one)])
+        self._opening[request] = now, _name(found[0])
+        return found
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        self._opening.pop(internal_request_id, None)
+
+
+def _name(replica: RunningReplica) -> str:
+    return str(replica.replica_id.unique_id)
+
+
+def _stream_ids(live: Path) -> list[str]:
+    with suppress(OSError):  # no stream was opened yet, or this machine does not see the folder
+        return os.listdir(live)
+    return []
 
 
 def _choose_replica(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str) -> Any:
     """The replica that the stream id `number` names, or if it is gone, one by rendezvous hashing, so that few streams move
     when replicas come or go."""
-
-    def weight(one: Any) -> tuple[bool, bytes]:
-        return name(one) == number.rpartition(".")[2], hashlib.sha256(
-            f"{number} {name(one)}".encode()
-        ).digest()
-
-    return max(replicas, key=weight)
+    home = number.rpartition(".")[2]
+    if (named := next((one for one in replicas if name(one) == home), None)) is not None:
+        return named
+    return max(replicas, key=lambda one: hashlib.sha256(f"{number} {name(one)}".encode()).digest())
 
 
 class ReplicatedStreams(Streams):
@@ -332,7 +368,10 @@ def serve_on_ray(
         ray_actor_options={"num_gpus": gpus},
         max_ongoing_requests=settings.limits.waiting,
         health_check_period_s=2,
-        request_router_config=RequestRouterConfig(request_router_class=StreamRouter),
+        request_router_config=RequestRouterConfig(
+            request_router_class=StreamRouter,
+            request_router_kwargs={"live": str((settings.saves / LIVE).absolute())},
+        ),
         **scale,
     )
     how: dict[str, Any] = {"blocking": blocking, "external_scaler_enabled": most == least}

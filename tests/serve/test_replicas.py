@@ -191,17 +191,6 @@ def test_streams_of_all_replicas_are_listed(pair: tuple[Served, Served]) -> None
         assert not call(place, "GET", "", OTHER).json()["data"]
 
 
-def test_homes_of_streams() -> None:
-    """The named replica while it is there; after that the others share its streams, and a fourth moves but some."""
-    numbers = [f"{n:020d}.a" for n in range(300)]
-    assert {replicas._choose_replica(one, ["a", "b", "c"]) for one in numbers} == {"a"}
-    before = {one: replicas._choose_replica(one, ["b", "c"]) for one in numbers}
-    assert min(Counter(before.values()).values()) > 100
-    after = {one: replicas._choose_replica(one, ["d", "b", "c"]) for one in numbers}
-    moved = [one for one in numbers if after[one] != before[one]]
-    assert 50 < len(moved) < 150 and {after[one] for one in moved} == {"d"}
-
-
 @pytest.mark.parametrize(
     ("saves", "number", "says"),
     [(False, "1", "--saves"), (True, "0", "--replicas"), (True, "1-", "--replicas")],
@@ -216,9 +205,9 @@ def test_what_cannot_be_is_told_before_anything_starts(
 # Ray Serve.
 
 
-def make(saves: str = "") -> Engine:
+def make(saves: str = "", limits: Limits = MOST) -> Engine:
     model, processor = loaded()
-    settings = Settings(saves=Path(saves), limits=MOST)
+    settings = Settings(saves=Path(saves), limits=limits)
     chosen = {name: one for name, one in recipes().items() if name in ("dense", "mosaic")}
     return Engine("tiny-ov", model, processor, chosen, settings)
 
@@ -359,6 +348,21 @@ def test_a_replica_is_killed_and_every_stream_answers_as_it_did(tmp_path: Path, 
         ):
             assert time.monotonic() < end, "Ray does not tell the streams of both replicas"
             time.sleep(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2])
+def test_two_replicas_carry_the_streams_of_two(tmp_path: Path, number: int) -> None:
+    """As many as each may have, when all are opened at once."""
+    few = functools.partial(make, limits=Limits(own_sessions=6, sessions=6))
+    with deployed(number, tmp_path, few) as url:
+        wait_for(number)
+        with ThreadPoolExecutor(12) as pool:
+            tasks = [pool.submit(call, url, "POST", "", recipe="mosaic") for _ in range(12)]
+        told = [one.result() for one in tasks]
+        at = Counter(one.json()["id"].rpartition(".")[2] for one in told if one.status_code == 201)
+        assert sorted(at.values()) == [6] * number
+        assert {one.status_code for one in told} == {201, 429} if number == 1 else {201}
 
 
 @pytest.mark.slow

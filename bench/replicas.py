@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,19 @@ from mmaccel.media.video import write_jpeg
 from mmaccel_lab.world import World, render
 
 SESSIONS = "/v1/streaming/sessions"
+
+
+def await_replicas(url: str, replicas: int, key: str, end: float) -> None:
+    """Return when each replica has opened a stream: one that starts later would get none of those that are there."""
+    found = set[str]()
+    with httpx2.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, trust_env=False) as client:
+        while len(found) < replicas:
+            if time.monotonic() > end:
+                raise RuntimeError(f"{len(found)} of {replicas} replicas open streams")
+            number = client.post(SESSIONS, json={}).raise_for_status().json()["id"]
+            client.delete(f"{SESSIONS}/{number}").raise_for_status()
+            found.add(number.rpartition(".")[2])
+            time.sleep(0.1)
 
 
 @contextmanager
@@ -64,17 +78,19 @@ def serving(args: Any, replicas: int, keys: list[str]) -> Iterator[str]:
                 if process.poll() is not None or time.monotonic() > end:
                     raise RuntimeError("mmaccel serve did not start")
                 time.sleep(0.5)
+            await_replicas(url, replicas, keys[0], end)
             yield url
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
 
 
-def measured(url: str, keys: list[str], clip: int, seconds: float, tokens: int) -> dict[str, float | int]:
+def measured(url: str, keys: list[str], clip: int, seconds: float, tokens: int) -> dict[str, Any]:
     """What streams, one of each key, get done in so many seconds."""
     film = render(World.generate(3, 40).table(), 84, 140)
     jpegs = [base64.b64encode(write_jpeg(one, 4096)).decode() for one in film]
     sent: dict[str, list[tuple[float, float]]] = {"frames": [], "ask": []}  # when requests began and ended
+    homes = Counter[str]()  # streams by replica
     warm, over, failed, last = threading.Semaphore(0), threading.Event(), list[Any](), [0.0] * len(keys)
 
     def stream(number: int) -> None:
@@ -90,6 +106,7 @@ def measured(url: str, keys: list[str], clip: int, seconds: float, tokens: int) 
 
             try:
                 name, turn = send("")["id"], number
+                homes[name.rpartition(".")[2] if "." in name else ""] += 1
                 send(f"/{name}/frames", frames=jpegs[:clip], fps=1)
                 send(f"/{name}/ask", question="What colour was the star?", max_tokens=tokens)
                 warm.release()
@@ -127,6 +144,7 @@ def measured(url: str, keys: list[str], clip: int, seconds: float, tokens: int) 
         "frames_per_s": clip * within["frames"],
         "questions_per_s": within["ask"],
         "questions": len(asked),
+        "streams_each": sorted(homes.values()),
     }
     return told | {"question_median_s": quantile(asked, 0.5), "question_p95_s": quantile(asked, 0.95)}
 

@@ -186,11 +186,9 @@ class Slabs:
     @property
     def next_slab_exceeds_process_limit(self) -> bool:
         """Whether another slab would exceed the limit for all stores of the process."""
-        if self._together is None:
-            return False
         stores = [one for key in _open.keyrefs() if (one := key()) is not None]
         taken = sum(one.slab_bytes * (one.in_memory + (one._ahead is not None)) for one in stores)
-        return taken + self.slab_bytes > self._together
+        return self._together is not None and taken + self.slab_bytes > self._together
 
     def _at_cap(self) -> bool:
         return self._cap is not None and self.memory_bytes() + self.slab_bytes > self._cap
@@ -382,16 +380,17 @@ class GatherTables:
 
     def __init__(self, slabs: Slabs, lanes: CopyQueues, device: torch.device) -> None:
         self._of, self._all = (slabs, lanes, device), weakref.WeakSet[GatherTable]()
-        self._last: GatherTable | None = None
+        self._last = GatherTable(())
 
     def find(self, places: Sequence[Tensor] = (), held: GatherTable | None = None) -> GatherTable:
-        """Return a filled table of slabs and `places`: `held`, the last one, or a new one; for copies queued from now on."""
-        known = (one for one in (held, self._last) if one is not None and one.places is places)
-        table = next(known, None) or GatherTable(places)
-        if not table.slabs:
+        """Return a filled table of slabs and `places` for copies queued from now on: `held`, from which captures then read
+        these `places`; else the last one, or a new one."""
+        table = held or (self._last if self._last.places is places else GatherTable(places))
+        if table.places is not places or not table.slabs:
+            table.places = places
             table.fill_from_slabs(*self._of)
             self._all.add(table)
-        self._last = table if held is None else self._last
+        self._last = self._last if held else table
         return table
 
     def invalidate(self) -> None:

@@ -41,7 +41,10 @@ def serve(
         Path | None, Option(help=f"A file with a key on each line; else {KEY} in the environment.")
     ] = None,
     files: Annotated[Path | None, Option(help="The folder of file: addresses.")] = None,
-    saves: Annotated[Path | None, Option(help="The folder into which streams are saved.")] = None,
+    saves: Annotated[
+        Path | None,
+        Option(help="The folder into which streams are saved. --ray needs one that all machines see."),
+    ] = None,
     private: Annotated[
         bool, Option("--private", help="Read http addresses of private networks and of this machine too.")
     ] = False,

@@ -58,6 +58,8 @@ SESSION, FACTS = "session", "stream.json"
 """Of each open stream: its saved session; and its owner, recipe, conversation, and a random mark of this state."""
 TELLS_S = 5.0
 """Seconds between two reports of a replica's metrics to Ray."""
+LISTS_S = 1.0
+"""Seconds that a router waits for the list of streams; after that it takes its last one."""
 OPENS_S = 60.0
 """Seconds after which a request that opens a stream no longer counts as one at its replica."""
 PLACED_S = 60.0
@@ -72,6 +74,7 @@ class StreamRouter(RequestRouter):
     def initialize_state(self, live: str) -> None:
         """`live`: the folder of open streams."""
         self._live = Path(live)
+        self._listed = list[str]()  # the streams there were when the folder could last be read
         # By request that opens a stream: since when, and at which replica.
         self._opening = dict[str, tuple[float, str]]()
 
@@ -91,8 +94,11 @@ class StreamRouter(RequestRouter):
 
     async def _by_streams(self, replicas: Sequence[RunningReplica], request: str) -> list[RunningReplica]:
         """The replicas by the number of streams that are routed to each, fewest first; `request` opens one at the first."""
-        numbers = await asyncio.to_thread(_stream_ids, self._live)
-        held = Counter(_name(_choose_replica(number, replicas, _name)) for number in numbers)
+        with suppress(
+            OSError
+        ):  # also where the folder takes longer than `LISTS_S`, or no stream was ever opened
+            self._listed = await asyncio.wait_for(asyncio.to_thread(os.listdir, self._live), LISTS_S)
+        held = Counter(_name(_choose_replica(number, replicas, _name)) for number in self._listed)
         now = time.monotonic()
         self._opening = {
             key: one for key, one in self._opening.items() if now - one[0] < OPENS_S and key != request
@@ -102,18 +108,19 @@ class StreamRouter(RequestRouter):
         self._opening[request] = now, _name(found[0])
         return found
 
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
+        request = pending_request.metadata.internal_request_id
+        if request in self._opening:  # the first may have had no room
+            self._opening[request] = self._opening[request][0], str(replica_id.unique_id)
+
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        self._opening.pop(internal_request_id, None)
+        self._opening.pop(
+            internal_request_id, None
+        )  # until then the stream may count twice: its folder is there first
 
 
 def _name(replica: RunningReplica) -> str:
     return str(replica.replica_id.unique_id)
-
-
-def _stream_ids(live: Path) -> list[str]:
-    with suppress(OSError):  # no stream was opened yet, or this machine does not see the folder
-        return os.listdir(live)
-    return []
 
 
 def _choose_replica(number: str, replicas: Sequence[Any], name: Callable[[Any], str] = str) -> Any:

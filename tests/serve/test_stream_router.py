@@ -2,10 +2,12 @@
 
 import asyncio
 import pickle
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -64,13 +66,36 @@ def test_a_new_stream_goes_to_the_replica_with_the_fewest(tmp_path: Path) -> Non
     assert sum(homes.values()) == 30 and set(homes) == {"a", "c"}
     new = asyncio.run(at_once([a, c], range(50, 50 + gap)))
     assert new == {min(homes, key=lambda one: homes[one]): gap} if gap else not new
-    # A request that was given up counts for a while, and one that is routed again counts once.
+
+
+def test_an_open_under_way_counts_once_where_it_is(tmp_path: Path) -> None:
+    """Where it is routed again, where its first replica has no room, and for a while where it is given up."""
+    made: Any = object.__new__(replicas.StreamRouter)
+    made.initialize_state(str(tmp_path))
+    two = a, b = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=one)) for one in "ab"]
+    (tmp_path / f"{'0' * 20}.b").mkdir()
+    first = lambda number: asyncio.run(made.choose_replicas(two, Request(number)))[0][0]  # noqa: E731
     for _ in range(3):
-        asyncio.run(made.choose_replicas([a], Request(99)))
-    assert len(made._opening) == 1
-    made._opening["99"] = (-replicas.OPENS_S, "a")
-    asyncio.run(made.choose_replicas([a], Request(100)))
-    assert list(made._opening) == ["100"]
+        assert first(1) is a  # b is one ahead
+    made.on_request_routed(Request(1), b.replica_id, None)
+    made.on_request_routed(Request(9, "/health", "GET"), b.replica_id, None)
+    assert first(2) is a and first(3) is a  # none and two, one and two
+    made._opening["1"] = made._opening["2"] = (time.monotonic() - replicas.OPENS_S, "a")
+    assert first(4) in two and list(made._opening) == ["3", "4"]
+
+
+def test_a_folder_that_cannot_be_read_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = object.__new__(replicas.StreamRouter)
+    made.initialize_state(str(tmp_path))
+    two = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=one)) for one in "ab"]
+    for n in range(9):
+        (tmp_path / f"{n:020d}.a").mkdir()
+    choose = lambda number: asyncio.run(made.choose_replicas(two, Request(number)))[0][0]  # noqa: E731
+    assert choose(1) is two[1]
+    monkeypatch.setattr(replicas, "LISTS_S", 0.05)
+    for broken in (Mock(side_effect=PermissionError), lambda _: time.sleep(0.3) or []):
+        monkeypatch.setattr(replicas.os, "listdir", broken)
+        assert choose(2) is two[1]
 
 
 def test_other_requests_go_to_the_stream_s_replica_or_to_a_replica_with_less_to_do(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from mmaccel.models.runner import HFRunner
 from tests.core.test_replay import MADE, Recorded, Repeated
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.policies.kv.mosaic.test_prefetch import Replayed
+from tests.policies.kv.mosaic.test_replays import Replayed
 from tests.policies.kv.test_fields import VIEWS
 from tests.spies import beside, crossed, finish, heard, until
 

@@ -109,14 +109,14 @@ class StreamRouter(RequestRouter):
         return found
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
+        """Count a stream that is being opened at the replica which took the request: the first choice may have no room."""
         request = pending_request.metadata.internal_request_id
-        if request in self._opening:  # the first may have had no room
+        if request in self._opening:
             self._opening[request] = self._opening[request][0], str(replica_id.unique_id)
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        self._opening.pop(
-            internal_request_id, None
-        )  # until then the stream may count twice: its folder is there first
+        """Leave a stream that was opened to its folder, which was made before: meanwhile the stream counted twice."""
+        self._opening.pop(internal_request_id, None)
 
 
 def _name(replica: RunningReplica) -> str:

@@ -67,6 +67,7 @@ class EncodingMemory(StreamMemory):
         self.replays_pass = False
         if stream_pass.kind != "units":
             return
+        self.index.set_pause(stream_pass.pause)
         self._encoded, self._encodes = [], False
         if self.encode_budget and self._first:
             # From the clusters of all that came before, wherever calls of `watch` and questions lie. The host makes

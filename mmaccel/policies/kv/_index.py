@@ -139,6 +139,9 @@ class Index(ABC):
         """Add n new units (frames). look [n, E]: visual features, None if not needed; pairs: each layer's keys (before RoPE)
         and values [1, G, n * P, D]; retrieved [L, k]: older units that each layer retrieved while these were encoded."""
 
+    def set_pause(self, pause: Callable[[], None]) -> None:
+        """Have long work on the host call `pause` between its parts, from now on: it lets answers decode meanwhile."""
+
     def cluster_units(self, keep: int = 0) -> None:
         """Assign all new units (frames) to clusters, except those of the last `keep` forward passes."""
 

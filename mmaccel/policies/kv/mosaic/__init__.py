@@ -68,6 +68,9 @@ class ClusterIndex(Index):
 
     # The stream comes in.
 
+    def set_pause(self, pause: Callable[[], None]) -> None:
+        self.tree.pause = pause
+
     def add_units(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
         assert look is not None
         self.tree.means.start_copy(self._tokens, look, pairs, retrieved)
@@ -107,6 +110,7 @@ class ClusterIndex(Index):
         self.refresh()
 
     def refresh(self) -> None:
+        self.tree.pause()
         level, kept = self.tree.semantic, self.tree.means
         if self.tree.units != self._units or bool(level.dirty.any()):
             self._ready, self._units = None, self.tree.units
@@ -380,8 +384,7 @@ class Mosaic(ArchivedPolicy):
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        given = dict(fields)
-        on = given.get("prefetch")
+        given, on = dict(fields), fields.get("prefetch")
         if "predictor" in given or type(on) is bool:
             predictor = given.pop("predictor", "projected")
             if not isinstance(predictor, str) or predictor not in PREDICTORS:
@@ -391,9 +394,7 @@ class Mosaic(ArchivedPolicy):
             told = "predictor, or a prefetch of true or false,"
             replace_field("mosaic", given, told, "off" if on is False else PREDICTORS[predictor], "prefetch")
         if "batch_layers" in given:
-            if type(together := given.pop("batch_layers")) is not bool:
-                raise RecipeError(
-                    f"mosaic: batch_layers is {quoted(together)}; leave it out and set encode_by."
-                )
-            replace_field("mosaic", given, "batch_layers", "pass" if together else "frame", "encode_by")
+            if type(on := given.pop("batch_layers")) is not bool:
+                raise RecipeError(f"mosaic: batch_layers is {quoted(on)}; leave it out and set encode_by.")
+            replace_field("mosaic", given, "batch_layers", "pass" if on else "frame", "encode_by")
         return super().upgrade(given)

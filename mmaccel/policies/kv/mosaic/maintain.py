@@ -28,6 +28,8 @@ ZERO = torch.zeros(1, dtype=torch.long)
 FIRST = ZERO.numpy()
 TOGETHER = 16
 """Units compared with all clusters at once, and units made points at once (Mosaic VII-A, batched matching)."""
+PART = 64
+"""Semantic clusters that are cut or split at once, between two pauses: a scene that is cut in two has hundreds."""
 
 
 class ClusterHierarchy:
@@ -35,6 +37,7 @@ class ClusterHierarchy:
 
     def __init__(self, rules: Params, means: UnitMeans) -> None:
         self.rules, self.means, self.layers = rules, means, means.keys.shape[1]
+        self.pause: Callable[[], None] = lambda: None  # called between parts of the work
         self.counters: Counter[str] = Counter()
         self.clear()
 
@@ -93,18 +96,15 @@ class ClusterHierarchy:
                 kept[f"{name}.threshold"] = torch.stack([bounds.small, bounds.large])
         checkpoint_io.write_tensors(folder / "clusters.safetensors", kept)
         facts = {"units": self.units, "started": self.has_clusters, "buffer": self.buffer}
-        told = {**facts, **more, "counters": dict(self.counters)}
-        checkpoint_io.write_json(folder / "clusters.json", told)
+        checkpoint_io.write_json(folder / "clusters.json", {**facts, **more, "counters": dict(self.counters)})
 
     def load(self, folder: Path, units: int, rows: dict[str, Tensor]) -> None:
         """Read what `save` wrote of `units` units, whose means are `rows` ("look", "key", "value"); raises `ModelError` if
         it does not fit."""
         means, rules = self.means, self.rules
         facts = checkpoint_io.read_json(folder / "clusters.json", FACTS)
-        if facts["units"] != units or len(facts["buffer"]) != self.layers:
-            raise ModelError(
-                f"{folder}: clusters of {facts['units']} units are beside {units} units; it is damaged."
-            )
+        if (told := facts["units"]) != units or len(facts["buffer"]) != self.layers:
+            raise ModelError(f"{folder}: clusters of {told} units are beside {units} units; it is damaged.")
         look, layers, width = means.visuals.shape[1], *means.keys.shape[1:]
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         levels = {"visual": self.visual, "semantic": self.semantic} if facts["started"] else {}
@@ -171,6 +171,7 @@ class ClusterHierarchy:
                 cluster = self._place_look(unit, row, matching)
                 self._place_key(unit, keys[row], cluster, unit - window + 1, cached)
                 self.units = unit + 1
+                self.pause()
 
     def _construct(self, units: int) -> None:
         """Cluster the first `units` units, and calibrate the thresholds on what comes out.
@@ -186,7 +187,7 @@ class ClusterHierarchy:
         for one in range(count):
             members = (label == one).nonzero().T
             self.visual.set_members(ZERO, self.visual.allocate_ids(ZERO, ZERO - 1), members, looks[members])
-        self._unmix(self.visual, means.centred_looks)
+        self._unmix(self.visual)
         visual = rules.calibrate(self.visual, True, floor[0])
         self.bounds = (visual,)
         self._refine_visual(self.visual.size[0].nonzero()[:, 0])
@@ -200,16 +201,16 @@ class ClusterHierarchy:
                 members = inside.masked_fill(labels != cluster, -1)
                 ids = self.semantic.allocate_ids(everything, torch.full_like(everything, one))
                 self.semantic.set_members(everything, ids, members, x)
-        self._unmix(self.semantic, means.centred_keys)
+                self.pause()
+        self._unmix(self.semantic)
         self.bounds = visual, rules.calibrate(self.semantic, False, floor[1])
         self._refine(*(self.semantic.size > 0).nonzero(as_tuple=True))
 
-    def _unmix(self, level: ClusterTable, points: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def _unmix(self, level: ClusterTable) -> None:
         """Split the clusters that lose the share `unmix` of their variance by it."""
         rules, least = self.rules, torch.full((level.layers,), FLOOR, dtype=level.variance.dtype)
         bounds = SplitBounds(least, least, rules.alpha, rules.smallest, level.owner.shape[1])
-        layer, cluster = (level.size > 0).nonzero(as_tuple=True)
-        split_exceeding(level, bounds, points, layer, cluster, rules.unmix)
+        self._split(level, bounds, rules.unmix, *(level.size > 0).nonzero(as_tuple=True))
         layer, cluster = (level.size > 0).nonzero(as_tuple=True)
         level.set_field("limit", layer, cluster, 0.0)
 
@@ -246,36 +247,36 @@ class ClusterHierarchy:
 
     def _cut(self, old: int, new: int) -> None:
         """Some units of the visual cluster `old` are in `new` now: so are they at each layer, in clusters of their own."""
-        children = torch.from_numpy(self.semantic.children(old))
+        level, children = self.semantic, torch.from_numpy(self.semantic.children(old))
         layer, at = (children >= 0).nonzero(as_tuple=True)
-        if not layer.numel():
-            return
-        level, cluster = self.semantic, children[layer, at]
-        apart: tuple[Tensor, Tensor] | None = None
+        some, cluster = [slice(n, n + PART) for n in range(0, len(layer), PART)], children[layer, at]
+        parts = [self._cut_some(layer[one], cluster[one], new) for one in some]
+        # A buffered cluster whose home lies in another visual cluster now is an ordinary one.
+        home, parent = level.home.numpy(), level.parent.numpy()
+        self._unbuffer(self._buffered(lambda at, one: parent[at, home[at, one]] != parent[at, one]))
+        for layer, cluster in parts:  # each may vary more than the whole did
+            ordinary = level.home[layer, cluster] < 0
+            self.counters["cut_splits"] += self._refine(layer[ordinary], cluster[ordinary])
+
+    def _cut_some(self, layer: Tensor, cluster: Tensor, new: int) -> tuple[Tensor, Tensor]:
+        """Cut the semantic clusters (layer [b], cluster [b]) that have units in the visual cluster `new` and others; return
+        both parts of each. Those with no others go there whole."""
+        level = self.semantic
         members = level.members_of(layer, cluster)
         gone = (self.visual.owner[0, members.clamp_min(0)] == new) & (members >= 0)
         whole = gone.sum(1) == level.size[layer, cluster]
         torn = gone.any(1) & ~whole
-        if bool(torn.any()):
-            at, ids, members, gone = layer[torn], cluster[torn], members[torn], gone[torn]
+        at, ids, members, gone = layer[torn], cluster[torn], members[torn], gone[torn]
+        piece = level.allocate_ids(at, torch.full_like(at, new))
+        if at.numel():
             x = self.means.centred_keys(at, members)
-            piece = level.allocate_ids(at, torch.full_like(at, new))
             level.set_members(at, piece, members.masked_fill(~gone, -1), x)
             level.set_members(at, ids, members.masked_fill(gone, -1), x)
             level.set_field("limit", at, piece, level.limit[at, ids])
             self.counters["cuts"] += at.numel()
-            apart = torch.cat([at, at]), torch.cat([ids, piece])
         level.set_field("parent", layer[whole], cluster[whole], new)
-        self._part_buffers()
-        if apart is not None:
-            # A part may vary more than the whole did.
-            ordinary = level.home[apart] < 0
-            self.counters["cut_splits"] += self._refine(apart[0][ordinary], apart[1][ordinary])
-
-    def _part_buffers(self) -> None:
-        """A buffered cluster whose home lies in another visual cluster now is an ordinary one."""
-        home, parent = self.semantic.home.numpy(), self.semantic.parent.numpy()
-        self._unbuffer(self._buffered(lambda at, one: parent[at, home[at, one]] != parent[at, one]))
+        self.pause()
+        return at.repeat(2), torch.cat([ids, piece])
 
     def _place_key(self, unit: int, u: Array, parent: int, resident: int, cached: Array | None) -> None:
         """Unit `unit`, the points `u` [L, d], joins a cluster inside `parent` at every layer. Units from `resident` on
@@ -285,7 +286,7 @@ class ClusterHierarchy:
         if not children.shape[1]:
             self._alone(layer, parent, unit, u)
             return
-        cosine = self._cosines(layer, children, u)
+        cosine = cosines(u, level.centroid.numpy()[layer[:, None], children.clip(0)])
         near, n, c, s2 = self._nearest(layer, children, cosine, u)
         home, limit = (row.numpy()[layer, near] for row in (level.home, level.limit))
         bad = self.bounds[1].exceeds_threshold(layer, n, s2, limit)
@@ -303,8 +304,7 @@ class ClusterHierarchy:
             level.add_unit(layer[take], near[take], unit, c[take], s2[take])
             self._flush(layer[take & (home >= 0)])
         if split.any():
-            at = map(torch.from_numpy, (layer[split], near[split]))
-            self.counters["eager_splits"] += self._refine(*at)
+            self.counters["eager_splits"] += self._refine(*map(torch.from_numpy, (layer[split], near[split])))
         wait = bad & ~split
         if wait.any():
             self._defer(layer[wait], near[wait], children[wait], cosine[wait], parent, unit, u[wait])
@@ -314,10 +314,6 @@ class ClusterHierarchy:
         ids = self.semantic.allocate_ids(at, torch.full_like(at, parent))
         self.semantic.add_unit(layer, ids.numpy(), unit, u, np.zeros_like(u[:, 0]))
         return ids
-
-    def _cosines(self, layer: Array, ids: Array, u: Array) -> Array:
-        """[b, W]: of `u` [b, d] with the clusters `ids` [b, W] (-1: anything)."""
-        return cosines(u, self.semantic.centroid.numpy()[layer[:, None], ids.clip(0)])
 
     def _nearest(self, layer: Array, ids: Array, cosine: Array, u: Array) -> tuple[Array, ...]:
         """Of `ids` [b, W] (-1: none) that [b] of largest `cosine` with `u` [b, d]; its size, c and s2 with `u` in it."""
@@ -345,8 +341,7 @@ class ClusterHierarchy:
             level.set_field("lazy", at, owner, 1)
             for one, cluster in zip(single.tolist(), new.tolist(), strict=True):
                 self.buffer[one].append(cluster)
-        self.counters["deferred"] += layer.size
-        self.counters["singletons"] += single.size
+        self.counters.update(deferred=layer.size, singletons=single.size)
         self._flush(layer)
 
     def _flush(self, layer: Array) -> None:
@@ -393,5 +388,13 @@ class ClusterHierarchy:
         self.counters.update(deferred_splits=self._refine(layer, cluster), resolved=len(layer))
 
     def _refine(self, layer: Tensor, cluster: Tensor) -> int:
-        points, bounds = self.means.centred_keys, self.bounds[1]
-        return split_exceeding(self.semantic, bounds, points, layer, cluster, self.rules.gain)
+        return self._split(self.semantic, self.bounds[1], self.rules.gain, layer, cluster)
+
+    def _split(self, level: ClusterTable, bounds: SplitBounds, gain: float, *at: Tensor) -> int:
+        """Split those of the clusters `at` (layer [b], cluster [b]) that exceed `bounds`; return the number of splits."""
+        points, splits = self.means.centred_keys if level is self.semantic else self.means.centred_looks, 0
+        for n in range(0, len(at[0]), PART):
+            layer, cluster = (one[n : n + PART] for one in at)
+            splits += split_exceeding(level, bounds, points, layer, cluster, gain)
+            self.pause()
+        return splits

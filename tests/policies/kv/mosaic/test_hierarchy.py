@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from mmaccel.core.memory.buffers import single_cpu_thread
+from mmaccel.policies.kv.mosaic import maintain
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable, mean_variance_and_size, pooled_variance, union
 from mmaccel.policies.kv.mosaic.maintain import ClusterHierarchy
 from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Params, SplitBounds, UnitMeans, unit_length
@@ -52,6 +53,23 @@ def test_a_stream_splits_defers_and_flushes(stream: Planted) -> None:
     audit(tree)
     assert not any(tree.buffer) and not bool(tree.semantic.lazy.any())
     assert tree.counters["deferred_splits"] > 0 and tree.counters["resolved"] > 0
+
+
+def test_work_in_parts_is_the_whole_with_a_pause_behind_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scene that is cut in two has clusters at all layers, hundreds of them: answers come in between."""
+    whole, parts, paused = tree_of(6), tree_of(6), list[tuple[int, int]]()
+    stream = plant(runs(90, 3), 6, seed=3)
+    feed(whole, stream, 5)
+    monkeypatch.setattr(maintain, "PART", 1)
+    cut = heard(monkeypatch, ClusterHierarchy, "_cut_some", lambda _, layer, *rest: len(layer))
+    split = heard(monkeypatch, maintain, "split_exceeding", lambda level, *_: level.layers)
+    parts.pause = lambda: paused.append((len(cut), split.count(6)))
+    feed(parts, stream, 5)
+    audit(parts)
+    assert partition(parts) == partition(whole) and parts.counters == whole.counters
+    assert {*cut} == {1} and len(cut) > 6 * whole.counters["visual_splits"] > 0
+    after_cuts, after_splits = (set(some) for some in zip(*paused, strict=True))
+    assert after_cuts >= {*range(1, len(cut))} and after_splits >= {*range(1, split.count(6))}
 
 
 def test_what_is_on_the_device_is_split_at_once(stream: Planted) -> None:

@@ -1,6 +1,7 @@
 """The memory `mosaic`: exact where it can be, the same answer however it fetches, and all that it says it does happens."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,29 @@ def test_much_happens_in_a_long_stream(encode_frames: int) -> None:
     assert 0 < found["prefetch_coverage"] < 1
     assert found["host_units"] == LAYERS * 75 and found["window"] == 5
     audit(driven.index.tree, 1e-9)
+
+
+def test_it_pauses_for_answers_while_it_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the pause of the last pass of frames, also where a question has the clusters made."""
+    driven, within, told = watched(40), list[str](), list[str]()
+    begin, tree = driven.state.begin_pass, driven.index.tree
+    pause = lambda: told.extend(within)  # noqa: E731
+    monkeypatch.setattr(driven.state, "begin_pass", lambda one: begin(replace(one, pause=pause)))
+    for name in ("_place_look", "_split"):
+        plain = getattr(tree, name)
+
+        def named(*given: Any, name: str = name, plain: Any = plain) -> Any:
+            within.append(name)
+            return plain(*given)
+
+        monkeypatch.setattr(tree, name, named)
+    driven.watch(20, 1)
+    assert {*told} == {"_place_look", "_split"}
+    monkeypatch.undo()
+    driven.watch(1)
+    tree.pause = lambda: told.append("asked")
+    driven.ask()
+    assert told[-1] == "asked"
 
 
 @pytest.mark.numeric(by="torch")

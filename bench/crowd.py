@@ -93,10 +93,12 @@ class Crowd:
             some = self.jpegs[:frames]
             calls = (self.streams.add_encoded_frames(one, some, None, self.args.fps) for one in self.open)
             await asyncio.gather(*calls)
-        count = 2
-        while count < 2 * len(self.open):
+        rounds = [2**n for n in range(1, len(self.open).bit_length() + 1)]
+        for count in [
+            *rounds,
+            rounds[-1],
+        ]:  # what a stream's second question of a kind captures is there, for each
             await asyncio.gather(*(self.ask(one, 2 * self.args.tokens) for one in self.open[:count]))
-            count *= 2
 
     async def ask(self, stream: Stream, tokens: int) -> float:
         """Seconds from the call to the first token."""

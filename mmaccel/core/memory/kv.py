@@ -195,8 +195,7 @@ class StreamPass:
     weigh    True if `evidence` will be called after a question
     layout   [1, rows - pending] of a question's rows behind units, if a pattern may plan them (views have one then), or None
     branches  the tree of an answer's rows, placed by depth; None: a chain. Only if the memory's policy `allows_branches`
-    pause    to be called between parts of `begin_pass` and `end_pass` of "units", and of what the memory does with these
-             units later: lets answers on snapshots decode meanwhile
+    pause    of "units": to be called between parts of the memory's work on them; answers on snapshots decode meanwhile
     """
 
     kind: Literal["head", "units", "proxy", "question", "answer"]

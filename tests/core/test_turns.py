@@ -165,6 +165,20 @@ def test_a_pass_stands_still_for_tokens_alone(monkeypatch: pytest.MonkeyPatch) -
     assert asked.over() == ["token", "layer", "token", "layer", "layer", "other", "answered"]
 
 
+def test_an_answer_pauses_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question to a draft that is the model itself uses what its answer's steps use."""
+    monkeypatch.setattr(fair_lock, "PATIENCE_S", 0.0)
+    asked = Asked()
+    with asked.turns.hold():
+        asked("token", token=True)
+        with asked.turns.answering():
+            asked.turns.yield_to_answers()
+        asked.order.append("answer")
+        asked.turns.yield_to_answers()
+        asked.order.append("pass")
+    assert asked.over() == ["answer", "token", "pass"]
+
+
 def test_who_reads_results_waits_for_the_device_and_tokens_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, done = Asked(), threading.Event()
     monkeypatch.setattr(torch.cuda, "Event", lambda: Mock(query=done.is_set))

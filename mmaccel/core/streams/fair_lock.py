@@ -104,9 +104,10 @@ class FairLock:
             self._aside(lambda: bool(self._waiting), token=not inside, inside=inside)
 
     def yield_to_answers(self) -> None:
-        """In the middle of a pass, give turns to answer tokens that have waited for `PATIENCE_S` seconds, nothing else."""
+        """In the middle of a pass, give turns to answer tokens that have waited for `PATIENCE_S` seconds, nothing else. Does
+        nothing inside `answering`."""
         late = partial(self._late, self._waiting)
-        self._aside(lambda: self._still is None and late() is not None, still=True)
+        self._aside(lambda: not self.is_answering and self._still is None and late() is not None, still=True)
 
     def yield_between_layers(self, device: torch.device, *_: Any) -> None:
         """Give waiting answer tokens their turns, between two layers of a pass on `device`. While one waits, the host runs

@@ -140,7 +140,7 @@ class Index(ABC):
         and values [1, G, n * P, D]; retrieved [L, k]: older units that each layer retrieved while these were encoded."""
 
     def set_pause(self, pause: Callable[[], None]) -> None:
-        """Have long work on the host call `pause` between its parts, from now on: it lets answers decode meanwhile."""
+        """Set the function that long work on the host calls between its parts, so that answers are decoded meanwhile."""
 
     def cluster_units(self, keep: int = 0) -> None:
         """Assign all new units (frames) to clusters, except those of the last `keep` forward passes."""

@@ -29,7 +29,7 @@ FIRST = ZERO.numpy()
 TOGETHER = 16
 """Units compared with all clusters at once, and units made points at once (Mosaic VII-A, batched matching)."""
 PART = 64
-"""Semantic clusters that are cut or split at once, between two pauses: a scene that is cut in two has hundreds."""
+"""Clusters that are cut or split between two pauses; a scene that is cut in two has hundreds of clusters."""
 
 
 class ClusterHierarchy:
@@ -259,8 +259,8 @@ class ClusterHierarchy:
             self.counters["cut_splits"] += self._refine(layer[ordinary], cluster[ordinary])
 
     def _cut_some(self, layer: Tensor, cluster: Tensor, new: int) -> tuple[Tensor, Tensor]:
-        """Cut the semantic clusters (layer [b], cluster [b]) that have units in the visual cluster `new` and others; return
-        both parts of each. Those with no others go there whole."""
+        """Cut the semantic clusters (layer [b], cluster [b]) of which only some units are in the visual cluster
+        `new`; return both parts of each. A cluster of which all units are in `new` is moved under it."""
         level = self.semantic
         members = level.members_of(layer, cluster)
         gone = (self.visual.owner[0, members.clamp_min(0)] == new) & (members >= 0)

@@ -55,21 +55,31 @@ def test_a_stream_splits_defers_and_flushes(stream: Planted) -> None:
     assert tree.counters["deferred_splits"] > 0 and tree.counters["resolved"] > 0
 
 
-def test_work_in_parts_is_the_whole_with_a_pause_behind_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_in_parts_finds_the_same_clusters_and_pauses_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A scene that is cut in two has clusters at all layers, hundreds of them: answers come in between."""
-    whole, parts, paused = tree_of(6), tree_of(6), list[tuple[int, int]]()
+    whole, parts, paused = tree_of(6), tree_of(6), list[tuple[int, ...]]()
     stream = plant(runs(90, 3), 6, seed=3)
     feed(whole, stream, 5)
     monkeypatch.setattr(maintain, "PART", 1)
     cut = heard(monkeypatch, ClusterHierarchy, "_cut_some", lambda _, layer, *rest: len(layer))
     split = heard(monkeypatch, maintain, "split_exceeding", lambda level, *_: level.layers)
-    parts.pause = lambda: paused.append((len(cut), split.count(6)))
+
+    def pause() -> None:
+        paused.append((len(cut), split.count(6), parts.units, int(parts.semantic.cluster_counts()[0])))
+
+    parts.pause = pause
     feed(parts, stream, 5)
     audit(parts)
     assert partition(parts) == partition(whole) and parts.counters == whole.counters
     assert {*cut} == {1} and len(cut) > 6 * whole.counters["visual_splits"] > 0
-    after_cuts, after_splits = (set(some) for some in zip(*paused, strict=True))
+    after_cuts, after_splits, after_units, _ = (set(some) for some in zip(*paused, strict=True))
     assert after_cuts >= {*range(1, len(cut))} and after_splits >= {*range(1, split.count(6))}
+    assert after_units >= {*range(13, 91)}
+    # While the first units are clustered, behind each cluster that is made of them.
+    at_first = {clusters for *_, units, clusters in paused if units < 12}
+    assert at_first >= {*range(1, max(at_first))} and len(at_first) > 3
 
 
 def test_what_is_on_the_device_is_split_at_once(stream: Planted) -> None:

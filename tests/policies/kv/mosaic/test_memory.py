@@ -55,26 +55,27 @@ def test_much_happens_in_a_long_stream(encode_frames: int) -> None:
 
 
 def test_it_pauses_for_answers_while_it_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the pause of the last pass of frames, also where a question has the clusters made."""
-    driven, within, told = watched(40), list[str](), list[str]()
+    """The pause is that of the last pass of frames, also where a question has the clusters made."""
+    driven, at_work, paused, caller = watched(40), list[str](), set[tuple[str, str]](), "pass"
     begin, tree = driven.state.begin_pass, driven.index.tree
-    pause = lambda: told.extend(within)  # noqa: E731
+    pause = lambda: paused.update((caller, name) for name in at_work)  # noqa: E731
     monkeypatch.setattr(driven.state, "begin_pass", lambda one: begin(replace(one, pause=pause)))
-    for name in ("_place_look", "_split"):
+    for name in ("assign_units", "_split"):
         plain = getattr(tree, name)
 
-        def named(*given: Any, name: str = name, plain: Any = plain) -> Any:
-            within.append(name)
-            return plain(*given)
+        def named(*given: Any, name: str = name, plain: Any = plain, **how: Any) -> Any:
+            at_work.append(name)
+            try:
+                return plain(*given, **how)
+            finally:
+                at_work.pop()
 
         monkeypatch.setattr(tree, name, named)
     driven.watch(20, 1)
-    assert {*told} == {"_place_look", "_split"}
-    monkeypatch.undo()
-    driven.watch(1)
-    tree.pause = lambda: told.append("asked")
+    assert paused == {("pass", "assign_units"), ("pass", "_split")}
+    caller = "question"
     driven.ask()
-    assert told[-1] == "asked"
+    assert ("question", "assign_units") in paused
 
 
 @pytest.mark.numeric(by="torch")

@@ -63,12 +63,12 @@ class ClusterIndex(Index):
         self.visual_key = torch.zeros(layers, 0, width, dtype=stream.dtype, device=device)
         self.visual_look = torch.zeros(0, geometry.hidden * self.by_look, device=device)
         self._asked = torch.zeros(geometry.hidden * self.by_look, device=device)
-        # On the device, of units: whose each is.
-        self._owner = torch.zeros(layers, 0, dtype=torch.long, device=device)
+        self._owner = torch.zeros(layers, 0, dtype=torch.long, device=device)  # the cluster of each unit
 
     # The stream comes in.
 
     def set_pause(self, pause: Callable[[], None]) -> None:
+        """Set what the hierarchy of clusters calls between parts of its work (see `Index.set_pause`)."""
         self.tree.pause = pause
 
     def add_units(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
